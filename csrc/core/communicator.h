@@ -1,0 +1,109 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "core/engine.h"
+
+namespace gpumode {
+
+class Communicator;
+
+// One submitted op. Thread-safe. Outlives its communicator if somebody keeps it.
+class Op {
+ public:
+  Tag tag() const { return tag_; }
+  bool done() const { return done_.load(std::memory_order_acquire); }
+  // Valid once done.
+  const Status& status() const { return status_; }
+  int source_rank() const { return source_rank_; }
+  TimePoint started_at() const { return started_at_; }
+  TimePoint finished_at() const { return finished_at_; }
+  Duration timeout() const { return timeout_; }
+
+  // Runs `callback` when the op is done: at once if it is, else on the thread that completes it,
+  // which holds no lock of ours meanwhile. It must not wait.
+  void on_done(std::function<void()> callback);
+
+ private:
+  friend class Communicator;
+  Tag tag_;
+  TimePoint started_at_{}, deadline_{}, finished_at_{};
+  Duration timeout_{};
+  std::shared_ptr<void> keepalive_;  // released when the op is done
+  std::vector<std::function<void()>> callbacks_;
+  Status status_;
+  int source_rank_ = -1;
+  std::mutex mutex_;
+  std::condition_variable cv_;
+  std::atomic<bool> done_{false};
+};
+
+struct SubmitOptions {
+  Duration timeout{};              // 0: the communicator's
+  Lane lane;
+  std::shared_ptr<void> keepalive;  // owns the buffers; released when the op is done
+  // The caller will wait at once: run the op on this thread instead of waking the worker.
+  bool blocking = false;
+};
+
+// The control plane of one group on one engine: order, deadlines, failure, completion.
+//
+// Ops run on whoever drives: a caller that waits, or the worker thread. After the first failure
+// the gate is closed: every op in flight and every later one ends with that status, on all
+// members, until the group is rebuilt.
+class Communicator {
+ public:
+  struct Options {
+    Duration timeout = std::chrono::minutes(30);
+    bool worker = true;  // false: only drive() and wait() make progress (simulations)
+  };
+
+  Communicator(std::unique_ptr<Engine> engine, Options options);
+  ~Communicator();  // aborts what is in flight and joins the worker
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  // Never throws and never waits for a peer unless `blocking`. If the gate is closed the op comes
+  // back failed.
+  std::shared_ptr<Op> submit(std::vector<OpDesc> parts, SubmitOptions options);
+
+  // Waits until the op is done, and returns its status; Timeout after `timeout` (0: no bound but
+  // the op's own deadline), which leaves the op in flight.
+  Status wait(const std::shared_ptr<Op>& op, Duration timeout = Duration::zero());
+
+  // One round of progress and checks, for simulations; returns whether anything moved.
+  bool drive();
+
+  // Fails everything in flight and closes the gate, here and on all members. `why` must not be Ok.
+  // Bounded; may be called from any thread, any number of times.
+  void abort(Status why);
+
+  // Aborts what is in flight, joins the new membership, and opens the gate.
+  Status rebuild(const Membership& membership, int rank, Duration timeout);
+
+  // Ok while the gate is open.
+  Status failure() const;
+
+  int rank() const;
+  int size() const;
+  // Collectives submitted so far in this epoch; point-to-point ops do not count.
+  uint64_t sequence_number() const;
+  Duration timeout() const;
+  void set_timeout(Duration timeout);
+  std::string handle() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace gpumode

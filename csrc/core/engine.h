@@ -1,0 +1,73 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/channel.h"
+#include "core/op.h"
+#include "core/status.h"
+
+namespace gpumode {
+
+// Where an op is ordered: a CUDA stream, or the host's queue (null).
+struct Lane {
+  void* stream = nullptr;
+};
+
+struct Completion {
+  Tag tag;
+  Status status;
+  int source_rank = -1;  // of a receive
+};
+
+// The members of one epoch, in rank order, as the handles that Engine::handle gave them.
+struct Membership {
+  int64_t uuid = 0;  // never used before on this group
+  std::vector<std::string> handles;
+};
+
+// The smallest interface that a data plane must offer. Deadlines, failure, agreement and futures
+// are written once above it, in Communicator, and this interface knows nothing of them.
+//
+// Threads: `start` is called by one thread at a time, and may run beside `poll` and `wait`. `poll`,
+// `wait`, `abort` and `rebuild` are called by one thread at a time, the driver. `wake` and the
+// const members may be called from anywhere.
+class Engine {
+ public:
+  virtual ~Engine() = default;
+
+  // Null before the first rebuild. A rebuild replaces it.
+  virtual Channel* channel() = 0;
+
+  // What other members need to reach this engine, valid for the engine's lifetime. Handles sort in
+  // the order of the ranks that the engines were created with.
+  virtual std::string handle() const = 0;
+
+  // Starts an op, on the caller's thread, and never waits for a peer. Collectives run in the order
+  // of their starts; point-to-point transfers run beside them. The parts of a coalesced op belong
+  // to one tag and complete together. Buffers stay valid until the op's completion was polled or
+  // abort has returned. An error means that nothing was started.
+  virtual Status start(const Tag& tag, std::vector<OpDesc> parts, Lane lane) = 0;
+
+  // Advances what has been started as far as possible without waiting, appends what finished, and
+  // returns whether anything moved.
+  virtual bool poll(std::vector<Completion>* finished) = 0;
+
+  // Returns when poll may find something new, at `until`, or after `wake`; spuriously too.
+  virtual void wait(TimePoint until) = 0;
+  virtual void wake() = 0;
+
+  // The members that the op still waits for, as of the last poll; for liveness and for messages.
+  virtual std::vector<int> waiting_for(const Tag& tag) const = 0;
+
+  // Ends and forgets every started op. On return no thread and no kernel touches their buffers.
+  virtual void abort() = 0;
+
+  // Joins `membership` as its member `rank`; collective over it. On an error the engine has no
+  // channel and may be rebuilt again. Memory that members of an earlier epoch can write is not
+  // used again.
+  virtual Status rebuild(const Membership& membership, int rank, TimePoint deadline) = 0;
+};
+
+}  // namespace gpumode

@@ -1,0 +1,93 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace gpumode {
+
+enum class Collective : uint8_t {
+  Broadcast,
+  AllReduce,
+  Reduce,
+  AllGather,
+  ReduceScatter,
+  Gather,
+  Scatter,
+  AllToAll,
+  Barrier,
+  Send,
+  Recv,
+};
+
+// Float8 types travel as bytes (U8): they move, they do not reduce.
+enum class DType : uint8_t { F16, BF16, F32, F64, I8, U8, I16, I32, I64, Bool, C64, C128 };
+
+// PreMulSum multiplies each input by OpDesc::factor before it is summed.
+enum class ReduceOp : uint8_t { Sum, Avg, Product, Min, Max, BAnd, BOr, BXor, PreMulSum };
+
+const char* name(Collective collective);
+const char* name(DType dtype);
+const char* name(ReduceOp op);
+size_t itemsize(DType dtype);
+bool is_p2p(Collective collective);
+// Whether the collective combines values, so that ReduceOp and DType matter to it.
+bool is_reduction(Collective collective);
+// Whether `op` is defined for `dtype` (no order on complex numbers, no bits in floats, ...).
+bool supports(ReduceOp op, DType dtype);
+
+struct Buffer {
+  void* data = nullptr;
+  size_t nbytes = 0;
+};
+
+constexpr int kAnySource = -1;
+
+// One collective or point-to-point transfer over dense memory.
+//
+//   Broadcast      outputs[0] on every rank; the root's is sent
+//   AllReduce      outputs[0], in place
+//   Reduce         outputs[0]; changed on the root only
+//   AllGather      inputs[0]; outputs[r] receives rank r's input, sizes may differ
+//   ReduceScatter  inputs[r] goes to rank r; outputs[0]
+//   Gather         inputs[0]; on the root outputs[r]
+//   Scatter        on the root inputs[r]; outputs[0]
+//   AllToAll       inputs[r] goes to rank r; outputs[r] comes from rank r, sizes may differ
+//   Barrier        nothing
+//   Send           inputs[0] to peer; Recv: outputs[0] from peer, or from kAnySource
+//
+// An input may be the output at the same place (in place), or must not overlap it.
+struct OpDesc {
+  Collective collective = Collective::Barrier;
+  DType dtype = DType::U8;
+  ReduceOp reduce_op = ReduceOp::Sum;
+  double factor = 1.0;  // PreMulSum only
+  int root = 0;
+  int peer = 0;
+  int tag = 0;
+  std::vector<Buffer> inputs;
+  std::vector<Buffer> outputs;
+};
+
+// Which try of which op of which membership. Bytes with another tag than the one waited for
+// belong to an aborted attempt and are dropped.
+//
+// Collectives are numbered 1, 2, ... within an epoch; point-to-point ops have a numbering of their
+// own, with kPointToPoint set, since members need not issue the same ones.
+struct Tag {
+  static constexpr uint64_t kPointToPoint = uint64_t{1} << 63;
+
+  uint32_t epoch = 0;
+  uint32_t attempt = 0;
+  uint64_t seq = 0;
+
+  bool p2p() const { return (seq & kPointToPoint) != 0; }
+
+  bool operator==(const Tag& o) const {
+    return epoch == o.epoch && attempt == o.attempt && seq == o.seq;
+  }
+  bool operator!=(const Tag& o) const { return !(*this == o); }
+};
+
+}  // namespace gpumode
