@@ -2,13 +2,11 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <list>
 #include <memory>
 #include <mutex>
-#include <thread>
+#include <string>
 #include <vector>
 
 #include "core/engine.h"
@@ -20,7 +18,8 @@ class Communicator;
 // One submitted op. Thread-safe. Outlives its communicator if somebody keeps it.
 class Op {
  public:
-  Tag tag() const { return tag_; }
+  Tag tag() const { return tag_; }  // seq 0 if the gate was closed
+  Collective collective() const { return collective_; }  // of the first part
   bool done() const { return done_.load(std::memory_order_acquire); }
   // Valid once done.
   const Status& status() const { return status_; }
@@ -30,20 +29,23 @@ class Op {
   Duration timeout() const { return timeout_; }
 
   // Runs `callback` when the op is done: at once if it is, else on the thread that completes it,
-  // which holds no lock of ours meanwhile. It must not wait.
+  // which holds no lock of ours meanwhile. It must not wait for an op, nor destroy the communicator.
   void on_done(std::function<void()> callback);
 
  private:
   friend class Communicator;
+  void finish(const Status& status, int source_rank, TimePoint now);
+  void release();  // once finished: runs the callbacks and lets go of the buffers
+
   Tag tag_;
+  Collective collective_ = Collective::Barrier;
   TimePoint started_at_{}, deadline_{}, finished_at_{};
   Duration timeout_{};
   std::shared_ptr<void> keepalive_;  // released when the op is done
   std::vector<std::function<void()>> callbacks_;
   Status status_;
   int source_rank_ = -1;
-  std::mutex mutex_;
-  std::condition_variable cv_;
+  std::mutex mutex_;  // guards the callbacks against done_
   std::atomic<bool> done_{false};
 };
 
@@ -72,8 +74,9 @@ class Communicator {
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  // Never throws and never waits for a peer unless `blocking`. If the gate is closed the op comes
-  // back failed.
+  // Never waits for a peer unless `blocking`: then it returns when the op is done. If the gate is
+  // closed, or the engine refuses the op as invalid, the op comes back failed; an invalid one takes
+  // no sequence number and leaves the gate open.
   std::shared_ptr<Op> submit(std::vector<OpDesc> parts, SubmitOptions options);
 
   // Waits until the op is done, and returns its status; Timeout after `timeout` (0: no bound but
@@ -84,17 +87,18 @@ class Communicator {
   bool drive();
 
   // Fails everything in flight and closes the gate, here and on all members. `why` must not be Ok.
-  // Bounded; may be called from any thread, any number of times.
+  // Bounded; may be called from any thread, any number of times; the first reason stays.
   void abort(Status why);
 
-  // Aborts what is in flight, joins the new membership, and opens the gate.
+  // Aborts what is in flight, joins the new membership, and opens the gate. On an error the gate
+  // stays closed with that error, and rebuild may be called again.
   Status rebuild(const Membership& membership, int rank, Duration timeout);
 
   // Ok while the gate is open.
   Status failure() const;
 
-  int rank() const;
-  int size() const;
+  int rank() const;  // -1 while there is no membership
+  int size() const;  // 0 while there is no membership
   // Collectives submitted so far in this epoch; point-to-point ops do not count.
   uint64_t sequence_number() const;
   Duration timeout() const;

@@ -54,11 +54,13 @@ class Engine {
   // returns whether anything moved.
   virtual bool poll(std::vector<Completion>* finished) = 0;
 
-  // Returns when poll may find something new, at `until`, or after `wake`; spuriously too.
+  // Returns when poll may find something new, at `until`, or after `wake`; spuriously too. A wake
+  // that comes between a poll and the wait is not lost: that wait returns at once.
   virtual void wait(TimePoint until) = 0;
   virtual void wake() = 0;
 
   // The members that the op still waits for, as of the last poll; for liveness and for messages.
+  // Empty for an op that is not in flight. Called by the driver.
   virtual std::vector<int> waiting_for(const Tag& tag) const = 0;
 
   // Ends and forgets every started op. On return no thread and no kernel touches their buffers.

@@ -19,6 +19,8 @@ enum class Code {
 };
 
 const char* name(Code code);
+// "rank 2", "ranks 1, 2 and 5", for messages.
+std::string name_ranks(const std::vector<int>& ranks);
 
 class Status {
  public:

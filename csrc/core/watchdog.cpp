@@ -1,0 +1,82 @@
+#include "core/watchdog.h"
+
+#include <sstream>
+
+namespace gpumode {
+namespace {
+
+std::string describe(const WatchedOp& op) {
+  const std::string number = std::to_string(op.tag.seq & ~Tag::kPointToPoint);
+  return (op.tag.p2p() ? "point-to-point op " : "op ") + number + ", " + name(op.collective) + ",";
+}
+
+Status timed_out(const Engine& engine, const WatchedOp& op) {
+  std::ostringstream text;
+  text << describe(op) << " timed out after "
+       << std::chrono::duration<double>(op.timeout).count() << " s";
+  const std::vector<int> ranks = engine.waiting_for(op.tag);
+  if (!ranks.empty()) text << " of waiting for " << name_ranks(ranks);
+  return Status(Code::Timeout, text.str(), ranks);
+}
+
+Status announced_failure(const Channel& channel) {
+  for (int r = 0; r < channel.size(); ++r) {
+    Status why;
+    if (r != channel.rank() && channel.failed(r, &why)) return why;
+  }
+  return Status();
+}
+
+}  // namespace
+
+Verdict Watchdog::check(const Engine& engine, const Channel& channel,
+                        const std::vector<WatchedOp>& ops) {
+  if (ops.empty()) return Verdict();
+  // First what a member said, which is the cause of what else may be seen here: a member that
+  // gave up may have exited, or let this op run into its deadline.
+  Verdict verdict;
+  verdict.status = announced_failure(channel);
+  verdict.learned = !verdict.status.ok();
+  if (verdict.learned) return verdict;
+
+  verdict = check_deaths(engine, channel, ops);
+  if (!verdict.status.ok() || verdict.again) return verdict;
+
+  const TimePoint now = channel.now();
+  for (const WatchedOp& op : ops) {
+    if (now < op.deadline) continue;
+    verdict.status = timed_out(engine, op);
+    break;
+  }
+  return verdict;
+}
+
+Verdict Watchdog::check_deaths(const Engine& engine, const Channel& channel,
+                               const std::vector<WatchedOp>& ops) {
+  Verdict verdict;
+  bool any_known = false;
+  for (int r = 0; r < channel.size(); ++r) {
+    if (known_dead_[r]) {
+      any_known = true;
+    } else if (r != channel.rank() && !channel.alive(r)) {
+      known_dead_[r] = true;
+      verdict.again = true;
+    }
+  }
+  if (!any_known || verdict.again) return verdict;
+
+  for (const WatchedOp& op : ops) {
+    std::vector<int> lost;
+    for (int r : engine.waiting_for(op.tag)) {
+      if (known_dead_[r]) lost.push_back(r);
+    }
+    if (lost.empty()) continue;
+    verdict.status = Status(Code::PeerLost,
+                            "lost " + name_ranks(lost) + ", which " + describe(op) + " waits for",
+                            lost);
+    break;
+  }
+  return verdict;
+}
+
+}  // namespace gpumode

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <vector>
+
+#include "core/engine.h"
+
+namespace gpumode {
+
+// What the watchdog knows of an op in flight.
+struct WatchedOp {
+  Tag tag;
+  Collective collective = Collective::Barrier;
+  TimePoint deadline{};
+  Duration timeout{};
+};
+
+struct Verdict {
+  Status status;         // not Ok: the group must fail with it
+  bool learned = false;  // another member found it, and has told everybody
+  bool again = false;    // poll and check once more before waiting
+};
+
+// Decides whether a group whose ops do not move has failed: because a member said so, because a
+// member that an op waits for is dead, or because a deadline has passed. It has no thread; whoever
+// drives the group asks it, after a poll.
+//
+// A member may die after its last bytes are on their way. So a death counts only from the check
+// after the one that saw it, with a poll in between. A dead member that nobody waits for is no
+// failure: it may have finished and left.
+class Watchdog {
+ public:
+  void reset(int world_size) { known_dead_.assign(static_cast<size_t>(world_size), false); }
+
+  Verdict check(const Engine& engine, const Channel& channel, const std::vector<WatchedOp>& ops);
+
+ private:
+  Verdict check_deaths(const Engine& engine, const Channel& channel,
+                       const std::vector<WatchedOp>& ops);
+
+  std::vector<bool> known_dead_;  // by rank; seen dead before the last poll
+};
+
+}  // namespace gpumode
