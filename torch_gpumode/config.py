@@ -1,0 +1,80 @@
+"""Every TORCH_GPUMODE_* environment variable, and nothing else that configures the library."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+PREFIX = "TORCH_GPUMODE_"
+
+
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("must be 0 or 1")
+    return text == "1"
+
+
+def _microseconds(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise ValueError("must be a whole number of microseconds, 0 or more")
+    return int(text)
+
+
+def _setting(parse: Callable[[str], Any]) -> Any:
+    return field(default=None, metadata={"parse": parse})
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings. None means that the variable is not set.
+
+    The field `spin_us` is read from TORCH_GPUMODE_SPIN_US, and so on.
+    """
+
+    cuda: bool | None = _setting(_flag)
+    """When building only: compile the .cu files (1, and fail if that is impossible) or not (0).
+    Default: compile them if torch has CUDA and nvcc is there."""
+
+    spin_us: int | None = _setting(_microseconds)
+    """How long a waiting rank polls before it sleeps, in microseconds. Polling longer shortens
+    the latency of small collectives and takes time from whatever shares the core; 0 sleeps at
+    once. Default: chosen from the number of ranks on the host and of cores."""
+
+
+def load(environ: Mapping[str, str] = os.environ) -> Config:
+    """Reads the settings.
+
+    Args:
+        environ: the variables to read.
+
+    Raises:
+        ValueError: a variable has a value that it cannot have, or begins with TORCH_GPUMODE_ and
+            is not known; the message names it, and the known one that looks most like it.
+    """
+    unknown = unknown_variables(environ)
+    if unknown:
+        raise ValueError("; ".join(unknown.values()))
+    values = {}
+    for setting in fields(Config):
+        name = PREFIX + setting.name.upper()
+        if name in environ:
+            try:
+                values[setting.name] = setting.metadata["parse"](environ[name])
+            except ValueError as error:
+                raise ValueError(f"{name}={environ[name]!r} {error}") from None
+    return Config(**values)
+
+
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns what is wrong with each TORCH_GPUMODE_* variable that nobody reads."""
+    known = [PREFIX + setting.name.upper() for setting in fields(Config)]
+    messages = {}
+    for name in sorted(environ):
+        if name.startswith(PREFIX) and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            messages[name] = f"{name} is not a known variable; {hint}"
+    return messages
