@@ -1,4 +1,4 @@
-"""torch_gpumode.run: parents that outlive a killed rank, under real torchrun and started by hand."""
+"""torch_gpumode.run: parents that outlive a killed rank, started by hand and by real torchrun."""
 
 import contextlib
 import os
@@ -287,7 +287,8 @@ def test_torchrun_with_one_agent_and_a_restart(tmp_path: Path) -> None:
         options=["--nproc-per-node=3", "--max-restarts=1"],
     )
     assert agent.wait(DEADLINE_S) == 0
-    assert (tmp_path / "survivor0").exists() and (tmp_path / "survivor2").exists()
+    assert (tmp_path / "survivor0").exists()
+    assert (tmp_path / "survivor2").exists()
     assert boards(tmp_path) == []
 
 
@@ -299,8 +300,13 @@ def test_torchrun_with_one_agent_per_rank(tmp_path: Path) -> None:
             tmp_path,
             "die()",  # with it would go the agent that serves the store
             "time.sleep(1); write('survivor')",
-            options=["--nnodes=2", f"--node-rank={rank}", "--master-addr=localhost"]
-            + [f"--master-port={port}", "--nproc-per-node=1"],
+            options=[
+                "--nnodes=2",
+                f"--node-rank={rank}",
+                "--nproc-per-node=1",
+                "--master-addr=localhost",
+                f"--master-port={port}",
+            ],
         )
         for rank in range(2)
     ]
