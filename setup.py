@@ -17,16 +17,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 try:
     import torch
     from torch.utils import cpp_extension
 except ImportError as error:
-    raise SystemExit(
-        f"torch_gpumode builds against the torch that you have, and importing it here failed "
-        f"({error}). Install torch 2.11 to 2.14, then run: pip install --no-build-isolation ."
-    ) from error
+    how = "install torch 2.11 to 2.14, then run: pip install --no-build-isolation ."
+    raise SystemExit(f"torch_gpumode builds against your torch, and {error}: {how}") from error
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # a PEP 517 build starts without it
@@ -37,15 +35,12 @@ DEFAULT_ARCH_LIST = "8.0;9.0;10.0;12.0+PTX"
 
 
 def find_cuda_home() -> Path | None:
-    """Returns the toolkit that has both bin/nvcc and its headers.
-
-    `nvcc` on PATH may be a wrapper in a folder of its own, so where it lies is a guess only.
-    """
+    """Returns the toolkit. nvcc on PATH may be a wrapper elsewhere: its headers must be there."""
     on_path = shutil.which("nvcc")
     guesses = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-    guesses += [str(Path(on_path).resolve().parent.parent)] if on_path else []
-    guesses += [f"/usr/local/cuda-{torch.version.cuda}", "/usr/local/cuda"]
-    for home in map(Path, filter(None, guesses)):
+    guesses.append(on_path and str(Path(on_path).resolve().parent.parent))
+    usual = [f"/usr/local/cuda-{torch.version.cuda}", "/usr/local/cuda"]
+    for home in map(Path, [*filter(None, guesses), *usual]):
         if (home / "bin/nvcc").exists() and (home / "include/cuda_runtime.h").exists():
             return home
     return None
@@ -78,8 +73,7 @@ def decide_cuda(wanted: bool | None) -> tuple[Path | None, str | None]:
 def wheel_includes() -> list[str]:
     """Returns the headers in torch's own dependencies, for what the toolkit lacks."""
     site = Path(torch.__file__).resolve().parent.parent / "nvidia"
-    found = [*sorted(site.glob("cu1?/include")), site / "nccl/include"]
-    return [str(path) for path in found if path.is_dir()]
+    return [str(path) for path in [*site.glob("cu1?/include"), *site.glob("nccl/include")]]
 
 
 def default_arch_list() -> str:
@@ -91,22 +85,21 @@ def default_arch_list() -> str:
 CUDA_HOME, WHY_NOT_CUDA = decide_cuda(config.load().cuda)
 
 
-def extension() -> "cpp_extension.Extension":
+def extension() -> Extension:
     sources = [*ROOT.glob("csrc/**/*.cpp")] + ([*ROOT.glob("csrc/**/*.cu")] if CUDA_HOME else [])
     ext = cpp_extension.CppExtension(
         "torch_gpumode._C",
-        # Relative, so that wheels do not depend on where they were built; sorted, so that the
-        # order of linking does not depend on the file system.
         sorted(str(path.relative_to(ROOT)) for path in sources),
         include_dirs=[str(ROOT / "csrc")],
         # Without ninja, all that tells distutils that a header has changed.
         depends=[str(path) for path in sorted(ROOT.glob("csrc/**/*.h"))],
     )
-    torch_headers = [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
     warnings = ["-Wall", "-Wextra"]
+    # Also named by -I, which this overrides, so that torch's own headers do not warn.
+    torch_headers = [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
     ext.extra_compile_args = {
         "cxx": ["-O3", "-g0", "-fvisibility=hidden", *warnings, *torch_headers],
-        "nvcc": ["-O3", "-Xcompiler", ",".join(warnings + ["-fvisibility=hidden"])],
+        "nvcc": ["-O3", "-Xcompiler", ",".join([*warnings, "-fvisibility=hidden"])],
     }
     if CUDA_HOME:
         ext.define_macros.append(("GPUMODE_WITH_CUDA", "1"))
@@ -147,9 +140,10 @@ setup(
         *find_packages(include=["torch_gpumode", "torch_gpumode.*"]),
         *("torch_gpumode." + name for name in find_packages(include=["triton_kernels*"])),
     ],
+    # Triton has a package triton_kernels of its own.
     package_dir={"torch_gpumode.triton_kernels": "triton_kernels"},
-    # A wheel belongs to the minor version of torch that it was built with: the virtual tables
-    # that it derives from change with each.
+    package_data={"torch_gpumode": ["py.typed"]},
+    # The virtual tables that we derive from change with each minor version of torch.
     install_requires=[f"torch=={'.'.join(torch.__version__.split('.')[:2])}.*"],
     ext_modules=[extension()],
     cmdclass={"build_ext": Build},

@@ -23,7 +23,7 @@ def register() -> None:
     except Exception as error:
         with contextlib.suppress(Warning):  # `python -W error` makes exceptions of warnings
             warnings.warn(
-                f'torch_gpumode could not register its backend with this torch: {error!r}. '
+                f"torch_gpumode could not register its backend with this torch: {error!r}. "
                 f'"python -m torch_gpumode env" says more.',
                 RuntimeWarning,
                 stacklevel=2,

@@ -132,9 +132,7 @@ def _nccl(report: Report) -> None:
     loaded = [f"{nccl_version(path)} from {path}" for path in paths]
     report.add("NCCL", f"torch compiled with {compiled}, loaded {', '.join(loaded) or 'none'}")
     wheels = sorted(
-        name
-        for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
-        if _is_installed(name)
+        name for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13") if _is_installed(name)
     )
     if len(paths) > 1 or len(wheels) > 1:
         copies = ", ".join(map(str, paths if len(paths) > 1 else wheels))

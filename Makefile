@@ -1,0 +1,149 @@
+# make            builds torch_gpumode and installs it, editable
+# make demo       trains a small GPT on 4 CPU ranks, kills one, and goes on
+# make test       everything that CI runs
+# make wheel      a CUDA wheel for sm_90a in dist/, on any machine with nvcc: PYTHON=, TORCH=
+# make lint       ruff, mypy, clang-format, clang-tidy        make format     applies the formatters
+# make clean      removes what was built
+#
+# Each of them sets up what it needs. The environment is the active one (python3) if it has a torch
+# that we support, and else a new one in .venv, with TORCH. TORCH=torch==2.12.0 asks for .venv.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := install
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV ?= .venv
+CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/torch_gpumode
+
+supported := import importlib.metadata as m, sys; \
+  torch = tuple(map(int, m.version("torch").split(".")[:2])); \
+  (2, 11) <= torch <= (2, 14) and sys.version_info >= (3, 11) and print(sys.executable)
+ifeq ($(origin TORCH),undefined)
+  ACTIVE := $(shell python3 -c '$(supported)' 2> /dev/null)
+endif
+TORCH ?= torch==2.14.1
+
+ifneq ($(ACTIVE),)
+  PY := $(ACTIVE)
+  torch_there := $(shell $(PY) -c 'import importlib.metadata as m; \
+    print(m.distribution("torch").locate_file("torch/version.py"))')
+else
+  PY := $(VENV)/bin/python
+  torch_there := $(VENV)/installed-$(subst /,_,$(subst =,-,$(TORCH)))
+endif
+pip = $(1) -m pip install --disable-pip-version-check -qq
+
+# What has been done for this environment. Stamps, because pip takes seconds to find out that
+# nothing is to be done.
+stamps := build/stamps/$(shell echo $(abspath $(PY)) | cksum | cut -d " " -f 1)
+sources := $(shell find csrc -name "*.cpp" -o -name "*.cu" -o -name "*.h")
+cxx_files = $(shell find csrc tests/cpp -name "build*" -prune -o -name "*.cpp" -print \
+  -o -name "*.cu" -print -o -name "*.h" -print)
+
+.PHONY: install demo test lint format wheel clean environment
+.PHONY: test-cpp test-cuda test-python test-wheel
+
+install: $(stamps)/built
+
+environment:
+	@echo "environment: $(PY)$(if $(ACTIVE), (the active one),)"
+
+ifeq ($(ACTIVE),)
+$(VENV)/pyvenv.cfg:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "torch_gpumode needs Python 3.11 or newer, this is " + sys.version.split()[0])'
+	@$(PYTHON) -m venv $(VENV)
+
+$(torch_there): $(VENV)/pyvenv.cfg
+	@echo "installing $(TORCH) in $(VENV)"
+	@$(call pip,$(PY)) --upgrade pip
+	@$(call pip,$(PY)) "$(TORCH)"
+	@rm -f $(VENV)/installed-* && touch $@
+endif
+
+$(stamps)/built: setup.py pyproject.toml $(sources) $(torch_there) | environment
+	@echo "building (minutes, the first time)"
+	@$(call pip,$(PY)) "setuptools>=77" ninja
+	@PATH="$(abspath $(dir $(PY))):$$PATH" $(call pip,$(PY)) --no-build-isolation -e .
+	@mkdir -p $(@D) && touch $@
+
+# The extras of pyproject.toml: stamps/demo, stamps/test, stamps/lint.
+$(stamps)/%: $(stamps)/built pyproject.toml
+	@$(call pip,$(PY)) "torch_gpumode[$*]"
+	@touch $@
+
+demo: $(stamps)/demo
+	$(PY) -m torch.distributed.run --nproc-per-node=4 -m torch_gpumode.run \
+	  examples/train_through_failure.py
+
+test: lint test-cpp test-cuda test-python test-wheel
+
+lint: $(stamps)/lint
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m clang_format --dry-run -Werror $(cxx_files)
+	$(PY) -m clang_tidy --quiet $(wildcard csrc/core/*.cpp csrc/core/os/*.cpp csrc/host/*.cpp) \
+	  -- -std=c++20 -Icsrc
+
+format: $(stamps)/lint
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix-only .
+	$(PY) -m clang_format -i $(cxx_files)
+
+test-cpp:
+	$(MAKE) -C tests/cpp check
+
+# Whatever torch the environment has: .cu files include none of it.
+test-cuda:
+	@if command -v nvcc > /dev/null; then \
+	  for file in $$(find csrc -name "*.cu"); do for std in c++17 c++20; do \
+	    echo "nvcc -std=$$std $$file"; \
+	    nvcc -std=$$std -Icsrc -gencode=arch=compute_90a,code=sm_90a -Werror all-warnings \
+	      -c $$file -o /dev/null; \
+	  done; done; \
+	else echo "SKIPPED the compilation of the .cu files: there is no nvcc"; fi
+
+test-python: $(stamps)/test $(stamps)/demo
+	$(PY) -m pytest
+
+# The wheel's environment is outside the checkout, so that a new checkout finds it.
+wheel_venv := $(CACHE)/wheel-$(shell echo $(PYTHON) $(TORCH) | cksum | cut -d " " -f 1)
+
+$(wheel_venv)/installed:
+	@echo "installing $(TORCH) in $(wheel_venv)"
+	@rm -rf $(wheel_venv) && mkdir -p $(CACHE) && $(PYTHON) -m venv $(wheel_venv)
+	@$(call pip,$(wheel_venv)/bin/python) --upgrade pip
+	@$(call pip,$(wheel_venv)/bin/python) "setuptools>=77" ninja numpy "$(TORCH)"
+	@touch $@
+
+wheel: $(wheel_venv)/installed
+	@rm -rf build/lib.* dist/torch_gpumode-*
+	@echo "building the wheel"
+	@TORCH_CUDA_ARCH_LIST=9.0a TORCH_GPUMODE_CUDA=1 PATH="$(wheel_venv)/bin:$$PATH" \
+	  $(wheel_venv)/bin/python -m pip wheel --disable-pip-version-check -qq \
+	  --no-build-isolation --no-deps -w dist .
+	@ls dist/torch_gpumode-*.whl
+
+# The wheel that GPU results come from, tried on this CPU: an older torch, and another Python where
+# there is one.
+WHEEL_TORCH ?= torch==2.11.0
+WHEEL_PYTHON ?= $(shell for python in python3.12 ~/.pyenv/versions/3.12*/bin/python $(PYTHON); do \
+  $$python -c "" 2> /dev/null && echo $$python && break; done)
+
+test-wheel:
+	@if command -v nvcc > /dev/null; then \
+	  $(MAKE) wheel-smoke PYTHON=$(WHEEL_PYTHON) TORCH=$(WHEEL_TORCH); \
+	else echo "SKIPPED the CUDA wheel: there is no nvcc"; fi
+
+.PHONY: wheel-smoke
+wheel-smoke: wheel
+	@rm -rf build/wheel-smoke && mkdir -p build/wheel-smoke
+	@$(wheel_venv)/bin/python -m pip install --disable-pip-version-check -qq --no-deps \
+	  --target build/wheel-smoke dist/torch_gpumode-*.whl
+	cd build/wheel-smoke && PYTHONPATH=. $(wheel_venv)/bin/python ../../tests/wheel_smoke.py
+
+clean:
+	rm -rf build dist *.egg-info torch_gpumode/_C.*
