@@ -1,0 +1,164 @@
+#include "c10d/backend.h"
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "c10d/backend_state.h"
+#include "c10d/bootstrap.h"
+#include "c10d/engine_choice.h"
+#include "c10d/exceptions.h"
+#include "c10d/fork.h"
+
+namespace gpumode {
+namespace {
+
+std::mutex live_mutex;
+
+std::set<Backend*>& live_backends() {
+  static auto* backends = new std::set<Backend*>();  // used during exit
+  return *backends;
+}
+
+}  // namespace
+
+Backend::Backend(StorePtr store, int rank, int size, c10::intrusive_ptr<BackendOptions> options)
+    : ::c10d::Backend(rank, size),
+      options_(std::move(options)),
+      in_flight_(std::make_shared<InFlight>()),
+      hooks_(std::make_shared<Hooks>()),
+      fork_count_(fork_count()),
+      current_rank_(rank),
+      current_size_(size) {
+  TORCH_CHECK_VALUE(size > 0, "size: expected a positive number of ranks, got ", size);
+  TORCH_CHECK_VALUE(rank >= 0 && rank < size, "rank: expected a rank in [0, ", size, "), got ",
+                    rank);
+  TORCH_CHECK_VALUE(options_->timeout.count() > 0, "timeout: expected a positive one, got ",
+                    options_->timeout.count(), " ms");
+  Communicator::Options communicator_options;
+  communicator_options.timeout = options_->timeout;
+  communicator_ = std::make_shared<Communicator>(choose_engine(rank), communicator_options);
+  if (!options_->enable_reconfigure) {
+    open(store);
+  }
+  std::lock_guard<std::mutex> lock(live_mutex);
+  live_backends().insert(this);
+}
+
+Backend::~Backend() {
+  {
+    std::lock_guard<std::mutex> lock(live_mutex);
+    live_backends().erase(this);
+  }
+  shutdown();
+}
+
+void Backend::open(const StorePtr& store) {
+  const auto started = std::chrono::steady_clock::now();
+  Bootstrap bootstrap(store, current_rank_, current_size_);
+  const auto membership = bootstrap.exchange(communicator_->handle(), options_->timeout);
+  const auto left = options_->timeout - (std::chrono::steady_clock::now() - started);
+  throw_if_failed(communicator_->rebuild(membership, current_rank_,
+                                         std::max<Duration>(left, std::chrono::milliseconds(1))));
+  bootstrap.clean_up();
+}
+
+std::shared_ptr<Communicator> Backend::communicator() const {
+  TORCH_CHECK(fork_count_ == fork_count(),
+              "a gpumode group cannot be used in a forked child of the process that made it");
+  std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(communicator_ != nullptr, "this gpumode group has been shut down");
+  return communicator_;
+}
+
+Backend::WorkPtr Backend::run(Call call) {
+  auto work = c10::make_intrusive<Work>(current_rank_, call.type, call.title, call.inputs,
+                                        call.outputs);
+  const auto type = call.type;
+  const auto communicator = this->communicator();
+  if (num_coalescing_.load(std::memory_order_relaxed) != 0) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto it = coalescing_.find(std::this_thread::get_id());
+    if (it != coalescing_.end()) {
+      it->second.calls.push_back(std::move(call));
+      it->second.works.push_back(work);
+      return work;
+    }
+  }
+  auto op = submit(*communicator, std::move(call));
+  call_hooks(op, type);
+  work->start(communicator, std::move(op));
+  return work;
+}
+
+std::shared_ptr<Op> Backend::submit(Communicator& communicator, Call call) {
+  SubmitOptions options;
+  options.timeout = timeout_of(call, communicator);
+  options.keepalive = std::make_shared<Keepalive>(in_flight_, call);
+  options.blocking = !call.async_op;
+  auto op = communicator.submit(std::move(call.parts), std::move(options));
+  note_ephemeral(op);
+  return op;
+}
+
+Backend::Call Backend::join(std::vector<Call> calls, ::c10d::OpType type, const char* title) {
+  Call joined{type, title, {}, {}, {}, calls[0].timeout, false};
+  for (auto& call : calls) {
+    std::move(call.parts.begin(), call.parts.end(), std::back_inserter(joined.parts));
+    std::move(call.inputs.begin(), call.inputs.end(), std::back_inserter(joined.inputs));
+    std::move(call.outputs.begin(), call.outputs.end(), std::back_inserter(joined.outputs));
+    joined.timeout = std::max(joined.timeout, call.timeout);
+    joined.async_op = joined.async_op || call.async_op;
+  }
+  return joined;
+}
+
+void Backend::startCoalescing() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const bool inserted = coalescing_.try_emplace(std::this_thread::get_id()).second;
+  TORCH_CHECK(inserted, "startCoalescing was called twice without endCoalescing");
+  num_coalescing_ = static_cast<int>(coalescing_.size());
+}
+
+Backend::WorkPtr Backend::endCoalescing() {
+  Coalescing ended;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto it = coalescing_.find(std::this_thread::get_id());
+    TORCH_CHECK(it != coalescing_.end(), "endCoalescing was called without startCoalescing");
+    ended = std::move(it->second);
+    coalescing_.erase(it);
+    num_coalescing_ = static_cast<int>(coalescing_.size());
+  }
+  if (ended.calls.empty()) {
+    return nullptr;
+  }
+  auto call = join(std::move(ended.calls), ::c10d::OpType::COALESCED, "gpumode:coalesced");
+  const bool p2p = is_p2p(call.parts[0].collective);
+  for (const auto& part : call.parts) {
+    TORCH_CHECK_VALUE(is_p2p(part.collective) == p2p,
+                      "a coalesced group holds either collectives or sends and receives");
+  }
+  auto work = c10::make_intrusive<Work>(current_rank_, call.type, call.title, call.inputs,
+                                        call.outputs);
+  const auto communicator = this->communicator();
+  auto op = submit(*communicator, std::move(call));
+  call_hooks(op, ::c10d::OpType::COALESCED);
+  for (const auto& part : ended.works) {
+    part->start(communicator, op);
+  }
+  work->start(communicator, std::move(op));
+  return work;
+}
+
+void shutdown_all() {
+  {
+    std::lock_guard<std::mutex> lock(live_mutex);
+    for (auto* backend : live_backends()) {
+      backend->shutdown();
+    }
+  }
+  stop_future_thread(std::chrono::seconds(2));
+}
+
+}  // namespace gpumode

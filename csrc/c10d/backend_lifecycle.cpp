@@ -1,0 +1,257 @@
+#include <algorithm>
+#include <utility>
+
+#include "c10d/backend.h"
+#include "c10d/backend_state.h"
+#include "c10d/exceptions.h"
+#include "c10d/fork.h"
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+namespace gpumode {
+
+// Timeouts
+
+void Backend::setTimeout(std::chrono::milliseconds timeout) {
+  TORCH_CHECK_VALUE(timeout.count() > 0, "timeout: expected a positive one, got ",
+                    timeout.count(), " ms");
+  communicator()->set_timeout(timeout);
+  options_->timeout = timeout;
+}
+
+// An extension counts for every op from its call on until the first of them is done.
+Duration Backend::timeout_of(const Call& call, const Communicator& communicator) const {
+  Duration timeout = call.timeout.count() > 0 ? Duration(call.timeout) : Duration::zero();
+  if (num_ephemeral_.load(std::memory_order_relaxed) == 0) {
+    return timeout;
+  }
+  if (timeout == Duration::zero()) {
+    timeout = communicator.timeout();
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& ephemeral : ephemeral_timeouts_) {
+    if (ephemeral.first == nullptr || !ephemeral.first->done()) {
+      timeout += ephemeral.extra;
+    }
+  }
+  return timeout;
+}
+
+void Backend::note_ephemeral(const std::shared_ptr<Op>& op) {
+  if (num_ephemeral_.load(std::memory_order_relaxed) == 0) {
+    return;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto& all = ephemeral_timeouts_;
+  all.erase(std::remove_if(all.begin(), all.end(),
+                           [](const auto& e) { return e.first != nullptr && e.first->done(); }),
+            all.end());
+  for (auto& ephemeral : all) {
+    if (ephemeral.first == nullptr) {
+      ephemeral.first = op;
+    }
+  }
+  num_ephemeral_ = static_cast<int>(all.size());
+}
+
+uint64_t Backend::getSequenceNumberForGroup() { return communicator()->sequence_number(); }
+
+// Failure
+
+Status Backend::failure() const { return communicator()->failure(); }
+
+::c10d::ErrorType Backend::getError() {
+  switch (failure().code) {
+    case Code::Ok:
+      return ::c10d::ErrorType::SUCCESS;
+    case Code::Timeout:
+      return ::c10d::ErrorType::TIMEOUT;
+    case Code::PeerLost:
+      return ::c10d::ErrorType::REMOTE_ERROR;
+    default:
+      return ::c10d::ErrorType::COMM_ERROR;
+  }
+}
+
+void Backend::abort() {
+  const auto communicator = this->communicator();
+  hooks_->report_abort();
+  communicator->abort(
+      {Code::Aborted, "rank " + std::to_string(current_rank_) + " aborted the group"});
+}
+
+void Backend::shutdown() {
+  std::shared_ptr<Communicator> communicator;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    communicator = std::move(communicator_);
+    communicator_ = nullptr;
+  }
+  if (communicator == nullptr) {
+    return;
+  }
+  if (fork_count_ != fork_count()) {
+    // Its thread exists in the parent only, and its peers are the parent's: leave it alone.
+    static_cast<void>(new std::shared_ptr<Communicator>(std::move(communicator)));
+    return;
+  }
+  // Peers may still be in an op that is done here, so only unfinished business is aborted.
+  if (in_flight_->num_ops.load(std::memory_order_acquire) != 0) {
+    communicator->abort(
+        {Code::Aborted, "rank " + std::to_string(current_rank_) + " shut the group down"});
+  }
+}
+
+// Hooks
+
+void Backend::registerOnCompletionHook(
+    std::function<void(std::shared_ptr<::c10d::WorkInfo>)>&& hook) {
+  std::lock_guard<std::mutex> lock(hooks_->mutex);
+  TORCH_CHECK(hooks_->on_completion == nullptr, "the group has a completion hook already");
+  onCompletionHook_ = hook;  // what hasHooks() asks
+  hooks_->on_completion = std::move(hook);
+  hooks_->any = true;
+}
+
+// Bounded by the deadlines of the ops.
+void Backend::waitForPendingWorks() {
+  std::unique_lock<std::mutex> lock(hooks_->mutex);
+  hooks_->cv.wait(lock, [this] { return hooks_->num_pending == 0; });
+}
+
+void Backend::call_hooks(const std::shared_ptr<Op>& op, ::c10d::OpType type) {
+  if (!hooks_->any.load(std::memory_order_acquire)) {
+    return;
+  }
+  {
+    std::lock_guard<std::mutex> lock(hooks_->mutex);
+    ++hooks_->num_pending;
+  }
+  op->on_done([op, type, hooks = hooks_] {
+    run_on_future_thread([op, type, hooks] {
+      if (!op->status().ok()) {
+        hooks->report_abort();
+      }
+      if (hooks->on_completion) {
+        hooks->on_completion(std::make_shared<::c10d::WorkInfo>(
+            type, op->tag().seq & ~Tag::kPointToPoint, op->started_at(), op->finished_at(),
+            op->finished_at() - op->started_at()));
+      }
+      std::lock_guard<std::mutex> lock(hooks->mutex);
+      --hooks->num_pending;
+      hooks->cv.notify_all();
+    });
+  });
+}
+
+// Other groups
+
+c10::intrusive_ptr<::c10d::Backend> Backend::split(const StorePtr& store,
+                                                   const std::vector<int>& ranks,
+                                                   const c10::intrusive_ptr<BaseOptions>& opts) {
+  const auto me = std::find(ranks.begin(), ranks.end(), current_rank_);
+  if (me == ranks.end()) {
+    return nullptr;
+  }
+  // torch up to 2.13 splits once per device type, with one object behind all of them.
+  std::lock_guard<std::mutex> lock(children_mutex_);
+  auto& child = children_.try_emplace(opts->group_name, c10::intrusive_ptr<Backend>())
+                    .first->second;
+  if (auto alive = child.lock()) {
+    return alive;
+  }
+  auto options = c10::make_intrusive<BackendOptions>(opts->timeout);
+  options->group_name = opts->group_name;
+  options->group_desc = opts->group_desc;
+  options->global_ranks_in_group = opts->global_ranks_in_group;
+  auto made = c10::make_intrusive<Backend>(
+      c10::make_intrusive<::c10d::PrefixStore>("split/" + opts->group_name, store),
+      static_cast<int>(me - ranks.begin()), static_cast<int>(ranks.size()), options);
+  child = c10::weak_intrusive_ptr<Backend>(made);
+  return made;
+}
+
+c10::intrusive_ptr<::c10d::Backend> Backend::merge(const StorePtr& store,
+                                                   const c10::intrusive_ptr<BaseOptions>& opts,
+                                                   const int& rank, const int& size) {
+  auto options = c10::make_intrusive<BackendOptions>(opts->timeout);
+  options->group_name = opts->group_name;
+  options->group_desc = opts->group_desc;
+  return c10::make_intrusive<Backend>(store, rank, size, options);
+}
+
+// Membership
+
+void Backend::set_rank_and_size(int rank, int size) {
+  current_rank_ = rank;
+  current_size_ = size;
+#ifdef GPUMODE_C10D_MUTABLE_RANK
+  rank_ = rank;
+  size_ = size;
+#endif
+}
+
+std::string Backend::reconfigure_handle() const { return communicator()->handle(); }
+
+Status Backend::rebuild(int64_t uuid, const std::vector<std::string>& handles,
+                        std::chrono::milliseconds timeout) {
+  const auto communicator = this->communicator();
+  const auto me = std::find(handles.begin(), handles.end(), communicator->handle());
+  TORCH_CHECK_VALUE(me != handles.end(), "handles: the handle of this rank is not among them");
+  auto sorted = handles;
+  std::sort(sorted.begin(), sorted.end());
+  TORCH_CHECK_VALUE(std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end(),
+                    "handles: one of them is there twice");
+  TORCH_CHECK_VALUE(timeout.count() > 0, "timeout: expected a positive one, got ",
+                    timeout.count(), " ms");
+  const int rank = static_cast<int>(me - handles.begin());
+  auto status = communicator->rebuild({uuid, handles}, rank, timeout);
+  if (status.ok()) {
+    set_rank_and_size(rank, static_cast<int>(handles.size()));
+    std::lock_guard<std::mutex> lock(hooks_->mutex);
+    hooks_->abort_reported = false;
+  }
+  return status;
+}
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+void Backend::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ephemeral_timeouts_.push_back({timeout, nullptr});
+  num_ephemeral_ = static_cast<int>(ephemeral_timeouts_.size());
+}
+
+::c10d::ReconfigureHandle Backend::get_reconfigure_handle() const { return reconfigure_handle(); }
+
+// A set leaves the order of the ranks to us: handles sort in the order in which the ranks were.
+Backend::WorkPtr Backend::reconfigure(const ::c10d::ReconfigureOptions& opts) {
+  std::vector<std::string> handles;
+  if (const auto* list = std::get_if<std::vector<std::string>>(&opts.handles)) {
+    handles = *list;
+  } else {
+    const auto& set = std::get<std::unordered_set<std::string>>(opts.handles);
+    handles.assign(set.begin(), set.end());
+    std::sort(handles.begin(), handles.end());
+  }
+  auto status = rebuild(opts.uuid, handles, opts.timeout.value_or(options_->timeout));
+  auto work = c10::make_intrusive<Work>(current_rank_, ::c10d::OpType::UNKNOWN,
+                                        "gpumode:reconfigure", Tensors{}, Tensors{});
+  work->start_done(std::move(status));
+  return work;
+}
+#endif
+
+#ifdef C10D_BACKEND_HAS_HOOKS
+void Backend::registerAbortHook(int64_t hook_id, ::c10d::AbortHook hook) {
+  std::lock_guard<std::mutex> lock(hooks_->mutex);
+  hooks_->on_abort[hook_id] = std::move(hook);
+  hooks_->any = true;
+}
+
+void Backend::unregisterAbortHook(int64_t hook_id) {
+  std::lock_guard<std::mutex> lock(hooks_->mutex);
+  hooks_->on_abort.erase(hook_id);
+}
+#endif
+
+}  // namespace gpumode

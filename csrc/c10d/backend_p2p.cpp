@@ -1,0 +1,42 @@
+#include <utility>
+
+#include "c10d/backend.h"
+#include "c10d/tensors.h"
+
+namespace gpumode {
+
+Backend::WorkPtr Backend::send(Tensors& tensors, int peer, int tag) {
+  const auto& tensor = only(tensors, "tensors");
+  OpDesc op;
+  op.collective = Collective::Send;
+  op.dtype = moving_dtype(tensor);
+  op.peer = check_rank(peer, current_size_, "dst");
+  op.tag = tag;
+  op.inputs = {buffer(tensor)};
+  return run({::c10d::OpType::SEND, "gpumode:send", {std::move(op)}, {tensor}, {}});
+}
+
+Backend::WorkPtr Backend::recv(Tensors& tensors, int peer, int tag) {
+  const auto& tensor = only(tensors, "tensors");
+  OpDesc op;
+  op.collective = Collective::Recv;
+  op.dtype = moving_dtype(tensor);
+  op.peer = check_rank(peer, current_size_, "src");
+  op.tag = tag;
+  op.outputs = {buffer(tensor)};
+  return run({::c10d::OpType::RECV, "gpumode:recv", {std::move(op)}, {}, {tensor}});
+}
+
+Backend::WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
+  const auto& tensor = only(tensors, "tensors");
+  OpDesc op;
+  op.collective = Collective::Recv;
+  op.dtype = moving_dtype(tensor);
+  op.peer = kAnySource;
+  op.tag = tag;
+  op.outputs = {buffer(tensor)};
+  return run(
+      {::c10d::OpType::RECVANYSOURCE, "gpumode:recv_any_source", {std::move(op)}, {}, {tensor}});
+}
+
+}  // namespace gpumode

@@ -1,0 +1,71 @@
+#pragma once
+
+#include <condition_variable>
+#include <map>
+#include <utility>
+
+#include "c10d/backend.h"
+#include "c10d/futures.h"
+
+// What a backend shares with the callbacks of its ops, which may outlive it.
+namespace gpumode {
+
+struct Backend::InFlight {
+  std::atomic<int> num_ops{0};
+};
+
+// Keeps the memory of an op's tensors until the op is done. It holds storages, since a tensor's
+// last reference may need the GIL to go, and this one is dropped on a communicator's thread.
+struct Backend::Keepalive {
+  Keepalive(std::shared_ptr<InFlight> in_flight, const Call& call) : in_flight(in_flight) {
+    storages.reserve(call.inputs.size() + call.outputs.size());
+    for (const auto* tensors : {&call.inputs, &call.outputs}) {
+      for (const auto& tensor : *tensors) {
+        storages.push_back(tensor.storage());
+      }
+    }
+    in_flight->num_ops.fetch_add(1, std::memory_order_relaxed);
+  }
+
+  ~Keepalive() {
+    in_flight->num_ops.fetch_sub(1, std::memory_order_release);
+    for (const auto& storage : storages) {
+      if (storage.use_count() == 1) {  // rare: the caller has dropped the tensor already
+        run_on_future_thread([dropped = std::move(storages)]() mutable { dropped.clear(); });
+        return;
+      }
+    }
+  }
+
+  Keepalive(const Keepalive&) = delete;
+  Keepalive& operator=(const Keepalive&) = delete;
+
+  std::shared_ptr<InFlight> in_flight;
+  std::vector<c10::Storage> storages;
+};
+
+struct Backend::Hooks {
+  std::atomic<bool> any{false};  // read without the lock: most groups have no hook
+  std::mutex mutex;              // guards what follows
+  std::condition_variable cv;
+  std::function<void(std::shared_ptr<::c10d::WorkInfo>)> on_completion;
+  std::map<int64_t, std::function<void()>> on_abort;
+  bool abort_reported = false;  // since the last rebuild
+  int num_pending = 0;          // ops whose completion hook has not run
+
+  void report_abort() {
+    std::map<int64_t, std::function<void()>> hooks;
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      if (std::exchange(abort_reported, true)) {
+        return;
+      }
+      hooks = on_abort;
+    }
+    for (const auto& [id, hook] : hooks) {
+      hook();
+    }
+  }
+};
+
+}  // namespace gpumode

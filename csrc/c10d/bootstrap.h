@@ -1,0 +1,37 @@
+#pragma once
+
+#include <chrono>
+#include <string>
+
+#include "c10d/torch_version.h"
+#include "core/engine.h"
+
+namespace gpumode {
+
+// The first meeting of a group's members: each publishes its handle in the store and reads all
+// others'. Throws DistStoreError naming the ranks that did not come within `timeout`, or saying that
+// the store is gone.
+//
+// A store outlives groups, so each key carries how many groups this rank has opened under the
+// store's prefix: a handle of an earlier one is never picked up.
+class Bootstrap {
+ public:
+  Bootstrap(c10::intrusive_ptr<::c10d::Store> store, int rank, int size);
+
+  Membership exchange(const std::string& handle, std::chrono::milliseconds timeout);
+  // Removes this rank's key, once everybody is known to have read it. Errors are of no consequence.
+  void clean_up() noexcept;
+
+ private:
+  std::string key(int rank) const;
+  std::string missing_ranks() const;
+
+  c10::intrusive_ptr<::c10d::Store> store_;
+  int rank_, size_;
+  int64_t generation_ = 0;
+};
+
+// A number that no other list of handles has, for all practical purposes; not negative.
+int64_t uuid_of(const std::vector<std::string>& handles);
+
+}  // namespace gpumode

@@ -1,0 +1,12 @@
+#pragma once
+
+#include <memory>
+
+#include "core/engine.h"
+
+namespace gpumode {
+
+// The data plane of a new group; the one place of this folder that knows which ones there are.
+std::unique_ptr<Engine> choose_engine(int rank);
+
+}  // namespace gpumode

@@ -1,0 +1,103 @@
+#include <pybind11/chrono.h>
+#include <torch/extension.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "c10d/backend.h"
+#include "c10d/exceptions.h"
+#include "c10d/group.h"
+
+// Everything that Python sees of the extension. No function here waits with the GIL held.
+namespace gpumode {
+namespace {
+
+namespace py = pybind11;
+using NoGil = py::call_guard<py::gil_scoped_release>;
+using Milliseconds = std::chrono::milliseconds;
+
+void bind_options(py::module_& m) {
+  py::class_<BackendOptions, ::c10d::Backend::Options, c10::intrusive_ptr<BackendOptions>>(
+      m, "Options", "What a group is created with; copied with copy.deepcopy.")
+      .def(py::init<Milliseconds>(), py::arg("timeout") = kBackendDefaultTimeout)
+      .def("__copy__", [](const BackendOptions& self) { return self.copy(); })
+      .def("__deepcopy__", [](const BackendOptions& self, py::dict) { return self.copy(); })
+#ifndef C10D_BACKEND_HAS_RECONFIGURE
+      .def_readwrite("enable_reconfigure", &BackendOptions::enable_reconfigure)
+#endif
+      .def_readwrite("group_desc", &BackendOptions::group_desc);
+}
+
+// (code, message, ranks), or None while the group works.
+py::object failure_of(const Backend& backend) {
+  Status status;
+  {
+    py::gil_scoped_release release;
+    status = backend.failure();
+  }
+  if (status.ok()) {
+    return py::none();
+  }
+  return py::make_tuple(name(status.code), status.message, status.ranks);
+}
+
+void bind_backend(py::module_& m) {
+  py::class_<Backend, ::c10d::Backend, c10::intrusive_ptr<Backend>>(
+      m, "Backend", "torch.distributed's backend on a gpumode communicator.")
+      .def(py::init<Backend::StorePtr, int, int, c10::intrusive_ptr<BackendOptions>>(),
+           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"), NoGil())
+      .def_property_readonly("options", &Backend::options)
+      .def("rank", &Backend::current_rank)
+      .def("size", &Backend::current_size)
+      .def("failure", &failure_of)
+      .def("handle", &Backend::reconfigure_handle)
+      .def(
+          "rebuild",
+          [](Backend& self, int64_t uuid, const std::vector<std::string>& handles,
+             Milliseconds timeout) { throw_if_failed(self.rebuild(uuid, handles, timeout)); },
+          py::arg("uuid"), py::arg("handles"), py::arg("timeout"), NoGil())
+      // torch calls it on ranks that a split leaves out: nothing is shared between siblings here.
+      .def("perform_nocolor_split", [](Backend&, const at::Device&) {}, py::arg("device"));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.doc() = "gpumode's C++ side";
+  py::module_::import("torch.distributed");  // registers the base classes
+  bind_options(m);
+  bind_backend(m);
+
+#ifndef GPUMODE_C10D_MUTABLE_RANK
+  m.def(
+      "make_group",
+      [](Backend::StorePtr store, c10::intrusive_ptr<Backend> backend) {
+        return c10::intrusive_ptr<::c10d::ProcessGroup>(
+            c10::make_intrusive<Group>(std::move(store), std::move(backend)));
+      },
+      py::arg("store"), py::arg("backend"),
+      "A process group whose rank and size follow reconfigure(), for torch before 2.14.");
+#endif
+  m.def(
+      "set_exception_type",
+      [](const std::string& code, const py::type& type) {
+        for (int i = 0; i <= static_cast<int>(Code::Internal); ++i) {
+          if (code == name(static_cast<Code>(i))) {
+            set_exception_type(static_cast<Code>(i), type.ptr());
+            return;
+          }
+        }
+        throw py::value_error("code: unknown code " + code);
+      },
+      py::arg("code"), py::arg("type"), "The class that failures of this code are raised as.");
+  m.def("shutdown_all", &shutdown_all, NoGil(),
+        "Shuts down every group of this process; called at exit.");
+}
+
+}  // namespace gpumode

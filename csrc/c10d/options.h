@@ -1,0 +1,25 @@
+#pragma once
+
+#include "c10d/torch_version.h"
+
+namespace gpumode {
+
+// What a group is created with. Copied, never shared: torch up to 2.13 writes a child's name into
+// the options that it got from the parent.
+struct BackendOptions : ::c10d::Backend::Options {
+  explicit BackendOptions(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
+      : Options("gpumode", timeout) {}
+
+  c10::intrusive_ptr<BackendOptions> copy() const {
+    return c10::make_intrusive<BackendOptions>(*this);
+  }
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  c10::intrusive_ptr<Options> clone() const override { return copy(); }
+#else
+  // Not initialised until reconfigure() is called; a field of torch's own from 2.14 on.
+  bool enable_reconfigure = false;
+#endif
+};
+
+}  // namespace gpumode

@@ -1,0 +1,217 @@
+#include "c10d/tensors.h"
+
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <string>
+
+namespace gpumode {
+namespace {
+
+std::optional<DType> core_dtype(at::ScalarType type) {
+  switch (type) {
+    case at::kHalf:
+      return DType::F16;
+    case at::kBFloat16:
+      return DType::BF16;
+    case at::kFloat:
+      return DType::F32;
+    case at::kDouble:
+      return DType::F64;
+    case at::kChar:
+      return DType::I8;
+    case at::kByte:
+      return DType::U8;
+    case at::kShort:
+      return DType::I16;
+    case at::kInt:
+      return DType::I32;
+    case at::kLong:
+      return DType::I64;
+    case at::kBool:
+      return DType::Bool;
+    case at::kComplexFloat:
+      return DType::C64;
+    case at::kComplexDouble:
+      return DType::C128;
+    default:
+      return std::nullopt;
+  }
+}
+
+ReduceOp core_reduce_op(const ::c10d::ReduceOp& op) {
+  switch (op.op_) {
+    case ::c10d::ReduceOp::SUM:
+      return ReduceOp::Sum;
+    case ::c10d::ReduceOp::AVG:
+      return ReduceOp::Avg;
+    case ::c10d::ReduceOp::PRODUCT:
+      return ReduceOp::Product;
+    case ::c10d::ReduceOp::MIN:
+      return ReduceOp::Min;
+    case ::c10d::ReduceOp::MAX:
+      return ReduceOp::Max;
+    case ::c10d::ReduceOp::BAND:
+      return ReduceOp::BAnd;
+    case ::c10d::ReduceOp::BOR:
+      return ReduceOp::BOr;
+    case ::c10d::ReduceOp::BXOR:
+      return ReduceOp::BXor;
+    case ::c10d::ReduceOp::PREMUL_SUM:
+      return ReduceOp::PreMulSum;
+    default:
+      TORCH_CHECK_VALUE(false, "op: unknown reduction ", static_cast<int>(op.op_));
+  }
+}
+
+double premul_factor(const ::c10d::ReduceOp& op) {
+  const auto* supplement =
+      dynamic_cast<const GPUMODE_PREMUL_SUPPLEMENT*>(op.supplement_.get());
+  TORCH_CHECK_VALUE(supplement != nullptr, "op: PREMUL_SUM needs a factor");
+  return supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>()
+                                             : supplement->double_factor;
+}
+
+}  // namespace
+
+void check_tensor(const at::Tensor& tensor, const char* argument) {
+  TORCH_CHECK_VALUE(tensor.defined(), argument, ": expected a tensor, got an undefined one");
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, argument, ": expected a dense tensor, got ",
+                    tensor.layout());
+  TORCH_CHECK_VALUE(tensor.device().is_cpu(), argument, ": tensors on ", tensor.device(),
+                    " are not supported by this build; expected cpu");
+  TORCH_CHECK_VALUE(tensor.is_contiguous(tensor.suggest_memory_format()) && !tensor.is_conj() &&
+                        !tensor.is_neg(),
+                    argument, ": expected a contiguous tensor, got sizes ", tensor.sizes(),
+                    " with strides ", tensor.strides(), "; call .contiguous() first");
+}
+
+void check_tensors(const std::vector<at::Tensor>& tensors, const char* argument) {
+  TORCH_CHECK_VALUE(!tensors.empty(), argument, ": expected at least one tensor");
+  for (const auto& tensor : tensors) {
+    check_tensor(tensor, argument);
+  }
+}
+
+void check_length(size_t length, size_t expected, const char* argument) {
+  TORCH_CHECK_VALUE(length == expected, argument, ": expected a list of ", expected,
+                    " tensors, got ", length);
+}
+
+void check_same_dtype(const at::Tensor& tensor, const at::Tensor& other, const char* argument) {
+  TORCH_CHECK_VALUE(tensor.scalar_type() == other.scalar_type(), argument, ": expected ",
+                    other.scalar_type(), " as in the other tensors of the call, got ",
+                    tensor.scalar_type());
+}
+
+void check_numel(const at::Tensor& tensor, int64_t expected, const char* argument) {
+  TORCH_CHECK_VALUE(tensor.numel() == expected, argument, ": expected ", expected,
+                    " elements, got ", tensor.numel());
+}
+
+void check_overlap(const at::Tensor& tensor, const at::Tensor& other, bool in_place,
+                   const char* argument) {
+  const auto a = buffer(tensor), b = buffer(other);
+  if (a.nbytes == 0 || b.nbytes == 0 || (in_place && a.data == b.data && a.nbytes == b.nbytes)) {
+    return;
+  }
+  const auto* a_begin = static_cast<const char*>(a.data);
+  const auto* b_begin = static_cast<const char*>(b.data);
+  TORCH_CHECK_VALUE(a_begin + a.nbytes <= b_begin || b_begin + b.nbytes <= a_begin, argument,
+                    ": overlaps the memory of an input");
+}
+
+int check_rank(int64_t rank, int size, const char* argument) {
+  TORCH_CHECK_VALUE(rank >= 0 && rank < size, argument, ": expected a rank in [0, ", size,
+                    ") of the group, got ", rank);
+  return static_cast<int>(rank);
+}
+
+const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* argument) {
+  check_length(tensors.size(), 1, argument);
+  check_tensor(tensors[0], argument);
+  return tensors[0];
+}
+
+const std::vector<at::Tensor>& only(const std::vector<std::vector<at::Tensor>>& lists,
+                                    const char* argument) {
+  TORCH_CHECK_VALUE(lists.size() == 1, argument, ": expected one list of tensors, got ",
+                    lists.size());
+  return lists[0];
+}
+
+Buffer buffer(const at::Tensor& tensor) {
+  return {tensor.data_ptr(), static_cast<size_t>(tensor.nbytes())};
+}
+
+std::vector<Buffer> buffers(const std::vector<at::Tensor>& tensors) {
+  std::vector<Buffer> result;
+  result.reserve(tensors.size());
+  for (const auto& tensor : tensors) {
+    result.push_back(buffer(tensor));
+  }
+  return result;
+}
+
+std::vector<Buffer> pieces(const at::Tensor& tensor, int count, const char* argument) {
+  TORCH_CHECK_VALUE(tensor.numel() % count == 0, argument, ": expected a multiple of ", count,
+                    " elements, got ", tensor.numel());
+  const auto whole = buffer(tensor);
+  const size_t nbytes = whole.nbytes / static_cast<size_t>(count);
+  std::vector<Buffer> result(static_cast<size_t>(count));
+  for (size_t i = 0; i < result.size(); ++i) {
+    result[i] = {static_cast<char*>(whole.data) + i * nbytes, nbytes};
+  }
+  return result;
+}
+
+std::vector<Buffer> pieces(const at::Tensor& tensor, const std::vector<int64_t>& splits, int count,
+                           const char* argument) {
+  const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
+  if (splits.empty()) {
+    TORCH_CHECK_VALUE(rows % count == 0, argument, ": expected a first dimension that ", count,
+                      " divides, got ", rows);
+    return pieces(tensor, count, argument);
+  }
+  TORCH_CHECK_VALUE(splits.size() == static_cast<size_t>(count), argument,
+                    ": expected split sizes for ", count, " ranks, got ", splits.size());
+  int64_t total = 0;
+  for (const auto split : splits) {
+    TORCH_CHECK_VALUE(split >= 0 && split <= rows, argument,
+                      ": expected split sizes in [0, ", rows, "], got ", split);
+    total += split;
+  }
+  TORCH_CHECK_VALUE(total == rows, argument, ": split sizes add up to ", total,
+                    " but the first dimension is ", rows);
+  const auto whole = buffer(tensor);
+  const size_t row_nbytes = rows == 0 ? 0 : whole.nbytes / static_cast<size_t>(rows);
+  std::vector<Buffer> result;
+  result.reserve(splits.size());
+  auto* data = static_cast<char*>(whole.data);
+  for (const auto split : splits) {
+    const size_t nbytes = static_cast<size_t>(split) * row_nbytes;
+    result.push_back({data, nbytes});
+    data += nbytes;
+  }
+  return result;
+}
+
+DType moving_dtype(const at::Tensor& tensor) {
+  return core_dtype(tensor.scalar_type()).value_or(DType::U8);
+}
+
+void set_reduction(OpDesc* op, const ::c10d::ReduceOp& reduce_op, const at::Tensor& tensor,
+                   const char* argument) {
+  const auto dtype = core_dtype(tensor.scalar_type());
+  TORCH_CHECK_VALUE(dtype.has_value(), argument, ": ", tensor.scalar_type(),
+                    " can be moved but not reduced");
+  op->dtype = *dtype;
+  op->reduce_op = core_reduce_op(reduce_op);
+  TORCH_CHECK_VALUE(supports(op->reduce_op, op->dtype), "op: ", name(op->reduce_op),
+                    " is not defined for ", name(op->dtype), " (", argument, ")");
+  if (op->reduce_op == ReduceOp::PreMulSum) {
+    op->factor = premul_factor(reduce_op);
+  }
+}
+
+}  // namespace gpumode

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "c10d/torch_version.h"
+#include "core/op.h"
+
+namespace gpumode {
+
+// From at::Tensor to the core's buffers. Every check throws ValueError naming the argument, before
+// anything is started or changed.
+
+// Dense, contiguous, on the CPU.
+void check_tensor(const at::Tensor& tensor, const char* argument);
+void check_tensors(const std::vector<at::Tensor>& tensors, const char* argument);
+void check_length(size_t length, size_t expected, const char* argument);
+void check_same_dtype(const at::Tensor& tensor, const at::Tensor& other, const char* argument);
+void check_numel(const at::Tensor& tensor, int64_t expected, const char* argument);
+// No byte of `tensor` may be one of `other`'s, unless they are the very same memory and `in_place`.
+void check_overlap(const at::Tensor& tensor, const at::Tensor& other, bool in_place,
+                   const char* argument);
+int check_rank(int64_t rank, int size, const char* argument);
+
+// The one tensor of a list that must hold exactly one.
+const at::Tensor& only(const std::vector<at::Tensor>& tensors, const char* argument);
+const std::vector<at::Tensor>& only(const std::vector<std::vector<at::Tensor>>& lists,
+                                    const char* argument);
+
+Buffer buffer(const at::Tensor& tensor);
+std::vector<Buffer> buffers(const std::vector<at::Tensor>& tensors);
+// `count` equal pieces of a tensor; its numel must be a multiple of `count`.
+std::vector<Buffer> pieces(const at::Tensor& tensor, int count, const char* argument);
+// Pieces of splits[r] rows each; empty splits mean equal ones.
+std::vector<Buffer> pieces(const at::Tensor& tensor, const std::vector<int64_t>& splits, int count,
+                           const char* argument);
+
+// Types that only move and that the core does not know travel as bytes.
+DType moving_dtype(const at::Tensor& tensor);
+// Fills in dtype, reduce_op and factor.
+void set_reduction(OpDesc* op, const ::c10d::ReduceOp& reduce_op, const at::Tensor& tensor,
+                   const char* argument);
+
+}  // namespace gpumode
