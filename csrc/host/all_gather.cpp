@@ -1,0 +1,14 @@
+#include "host/collectives.h"
+#include "host/exchange.h"
+
+namespace gpumode::host {
+
+std::unique_ptr<Task> make_all_gather(const Context& context, const OpDesc& op) {
+  ExchangePlan plan(context.epoch.size());
+  plan.common = true;
+  for (Buffer& out : plan.out) out = op.inputs[0];
+  plan.in = op.outputs;
+  return std::make_unique<Exchange>(context, std::move(plan));
+}
+
+}  // namespace gpumode::host

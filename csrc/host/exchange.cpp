@@ -1,0 +1,236 @@
+#include "host/exchange.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace gpumode::host {
+namespace {
+
+uint64_t div_up(uint64_t n, uint64_t d) { return (n + d - 1) / d; }
+
+std::byte* bytes(const Buffer& buffer) { return static_cast<std::byte*>(buffer.data); }
+
+}  // namespace
+
+Exchange::Exchange(const Context& context, ExchangePlan plan)
+    : epoch_(context.epoch),
+      rounds_(context.rounds),
+      step_(context.id.step),
+      plan_(std::move(plan)),
+      meeting_(context),
+      to_read_(static_cast<size_t>(epoch_.size())),
+      read_(static_cast<size_t>(epoch_.size())) {}
+
+bool Exchange::step() {
+  if (!meeting_.entered()) enter();
+  if (!reading_) {
+    const bool moved = meeting_.look(&plan_.in);
+    if (!meeting_.status().ok()) {
+      finish(meeting_.status());
+      return true;
+    }
+    if (!meeting_.complete()) return moved;
+    start_reading();
+  }
+  bool moved = plan_.reduction ? reduce_round() : read_rounds();
+  moved |= publish_round();
+  if (published_ == rounds_to_publish_ && reading_done()) {
+    meeting_.leave(&rounds_);
+    finish();
+    return true;
+  }
+  return moved;
+}
+
+// A slot holds one piece for all readers, or one for each.
+size_t Exchange::piece_bytes(bool common) const {
+  if (common || epoch_.size() <= 2) return kSlotBytes;
+  return kSlotBytes / static_cast<size_t>(epoch_.size() - 1) / kCacheLine * kCacheLine;
+}
+
+size_t Exchange::piece_offset(int publisher, int reader, bool common) const {
+  if (common) return 0;
+  const int index = reader < publisher ? reader : reader - 1;
+  return static_cast<size_t>(index) * piece_bytes(common);
+}
+
+size_t Exchange::payload_offset(const uint64_t* lengths, int reader, bool common) const {
+  size_t offset = 0;
+  for (int q = 0; q < reader && !common; ++q) offset += lengths[q];
+  return offset;
+}
+
+void Exchange::enter() {
+  const Segment& mine = epoch_.mine();
+  uint64_t* lengths = mine.lengths(step_);
+  size_t payload = 0;
+  size_t longest = 0;
+  for (int q = 0; q < epoch_.size(); ++q) {
+    lengths[q] = q == epoch_.rank() ? 0 : plan_.out[q].nbytes;
+    longest = std::max<size_t>(longest, lengths[q]);
+    payload = plan_.common ? longest : payload + lengths[q];
+  }
+  if (payload > kDirectBytes) {
+    rounds_to_publish_ = div_up(longest, piece_bytes(plan_.common));
+    return meeting_.enter(false, rounds_to_publish_, 0);
+  }
+  for (int q = 0; q < epoch_.size(); ++q) {
+    if (lengths[q] == 0) continue;
+    std::memcpy(mine.payload(step_) + payload_offset(lengths, q, plan_.common), plan_.out[q].data,
+                lengths[q]);
+    if (plan_.common) break;
+  }
+  meeting_.enter(true, 0, 0);
+}
+
+// Everybody agrees, so our outputs may be written from here on.
+void Exchange::start_reading() {
+  reading_ = true;
+  bool streams = false;
+  for (int p = 0; p < epoch_.size(); ++p) {
+    if (p == epoch_.rank() || plan_.in[p].nbytes == 0) continue;
+    if (epoch_.of(p).entry(step_).direct != 0) continue;
+    to_read_[p] = div_up(plan_.in[p].nbytes, piece_bytes(plan_.common));
+    streams = true;
+  }
+  if (plan_.reduction) {
+    // All contributions have the same size, so either all are direct or none is.
+    if (!streams && plan_.result != nullptr) reduce_direct();
+    return;
+  }
+  copy_own();
+  for (int p = 0; p < epoch_.size(); ++p) {
+    if (p != epoch_.rank() && plan_.in[p].nbytes != 0 && to_read_[p] == 0) read_direct(p);
+  }
+}
+
+void Exchange::copy_own() {
+  const Buffer& from = plan_.out[epoch_.rank()];
+  const Buffer& to = plan_.in[epoch_.rank()];
+  if (to.nbytes != 0 && from.data != to.data) std::memcpy(to.data, from.data, to.nbytes);
+}
+
+void Exchange::read_direct(int publisher) {
+  const Segment& peer = epoch_.of(publisher);
+  const size_t offset = payload_offset(peer.lengths(step_), epoch_.rank(), plan_.common);
+  std::memcpy(plan_.in[publisher].data, peer.payload(step_) + offset, plan_.in[publisher].nbytes);
+}
+
+void Exchange::reduce_direct() {
+  std::vector<const std::byte*> sources(static_cast<size_t>(epoch_.size()));
+  for (int p = 0; p < epoch_.size(); ++p) {
+    const Segment& peer = epoch_.of(p);
+    sources[p] = p == epoch_.rank()
+                     ? bytes(plan_.out[p])
+                     : peer.payload(step_) +
+                           payload_offset(peer.lengths(step_), epoch_.rank(), plan_.common);
+  }
+  reduce(*plan_.reduction, sources.data(), epoch_.size(), plan_.out[epoch_.rank()].nbytes,
+         plan_.result, nullptr);
+}
+
+bool Exchange::slot_free() const {
+  const uint64_t round = rounds_.published[epoch_.rank()].ring[kContributions] + published_;
+  for (int q = 0; q < epoch_.size(); ++q) {
+    if (q == epoch_.rank()) continue;
+    const uint64_t consumed = epoch_.of(q).consumed(epoch_.rank()).rounds[kContributions].load(
+        std::memory_order_acquire);
+    if (consumed + kSlots <= round) return false;
+  }
+  return true;
+}
+
+bool Exchange::publish_round() {
+  if (published_ == rounds_to_publish_ || !slot_free()) return false;
+  const int rank = epoch_.rank();
+  const uint64_t round = rounds_.published[rank].ring[kContributions] + published_;
+  const size_t piece = piece_bytes(plan_.common);
+  const size_t begin = published_ * piece;
+  std::byte* slot = epoch_.mine().slot(kContributions, round);
+  for (int q = 0; q < epoch_.size(); ++q) {
+    const Buffer& out = plan_.out[q];
+    if (q == rank || out.nbytes <= begin) continue;
+    std::memcpy(slot + piece_offset(rank, q, plan_.common), bytes(out) + begin,
+                std::min(piece, out.nbytes - begin));
+    if (plan_.common) break;
+  }
+  epoch_.mine().header().published[kContributions].store(round + 1, std::memory_order_release);
+  ++published_;
+  epoch_.changed();
+  return true;
+}
+
+// How many rounds of this op `publisher` has published so far.
+uint64_t Exchange::rounds_of(int publisher) const {
+  return epoch_.of(publisher).header().published[kContributions].load(std::memory_order_acquire) -
+         rounds_.published[publisher].ring[kContributions];
+}
+
+bool Exchange::read_rounds() {
+  bool moved = false;
+  const size_t piece = piece_bytes(plan_.common);
+  for (int p = 0; p < epoch_.size(); ++p) {
+    if (read_[p] == to_read_[p] || rounds_of(p) <= read_[p]) continue;
+    const uint64_t round = rounds_.published[p].ring[kContributions] + read_[p];
+    const size_t begin = read_[p] * piece;
+    const Buffer& in = plan_.in[p];
+    std::memcpy(bytes(in) + begin,
+                epoch_.of(p).slot(kContributions, round) +
+                    piece_offset(p, epoch_.rank(), plan_.common),
+                std::min(piece, in.nbytes - begin));
+    ++read_[p];
+    epoch_.mine().consumed(p).rounds[kContributions].store(round + 1, std::memory_order_release);
+    moved = true;
+  }
+  if (moved) epoch_.changed();
+  return moved;
+}
+
+// Reduces one round, once all publishers have it.
+bool Exchange::reduce_round() {
+  if (reading_done()) return false;
+  const int rank = epoch_.rank();
+  const uint64_t done = read_[rank == 0 ? 1 : 0];
+  for (int p = 0; p < epoch_.size(); ++p) {
+    if (p != rank && rounds_of(p) <= done) return false;
+  }
+  const size_t piece = piece_bytes(plan_.common);
+  const size_t begin = done * piece;
+  std::vector<const std::byte*> sources(static_cast<size_t>(epoch_.size()));
+  for (int p = 0; p < epoch_.size(); ++p) {
+    const uint64_t round = rounds_.published[p].ring[kContributions] + done;
+    sources[p] = p == rank ? bytes(plan_.out[p]) + begin
+                           : epoch_.of(p).slot(kContributions, round) +
+                                 piece_offset(p, rank, plan_.common);
+  }
+  reduce(*plan_.reduction, sources.data(), epoch_.size(),
+         std::min(piece, plan_.out[rank].nbytes - begin), plan_.result + begin, nullptr);
+  for (int p = 0; p < epoch_.size(); ++p) {
+    if (p == rank) continue;
+    const uint64_t round = rounds_.published[p].ring[kContributions] + done;
+    epoch_.mine().consumed(p).rounds[kContributions].store(round + 1, std::memory_order_release);
+    ++read_[p];
+  }
+  epoch_.changed();
+  return true;
+}
+
+bool Exchange::reading_done() const { return read_ == to_read_; }
+
+std::vector<int> Exchange::waiting_for() const {
+  if (!meeting_.complete()) return meeting_.missing();
+  std::vector<int> ranks;
+  const uint64_t next = rounds_.published[epoch_.rank()].ring[kContributions] + published_;
+  for (int q = 0; q < epoch_.size(); ++q) {
+    if (q == epoch_.rank()) continue;
+    const bool wants_data = read_[q] != to_read_[q] && rounds_of(q) <= read_[q];
+    const bool wants_slot =
+        published_ != rounds_to_publish_ &&
+        epoch_.of(q).consumed(epoch_.rank()).rounds[kContributions].load(
+            std::memory_order_acquire) + kSlots <= next;
+    if (wants_data || wants_slot) ranks.push_back(q);
+  }
+  return ranks;
+}
+
+}  // namespace gpumode::host

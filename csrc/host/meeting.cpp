@@ -1,0 +1,94 @@
+#include "host/task.h"
+
+namespace gpumode::host {
+
+Meeting::Meeting(const Context& context)
+    : epoch_(context.epoch),
+      id_(context.id),
+      signature_(context.signature),
+      met_(static_cast<size_t>(epoch_.size())),
+      num_missing_(epoch_.size() - 1) {
+  met_[epoch_.rank()] = true;
+}
+
+void Meeting::enter(bool direct, uint64_t contribution_rounds, uint64_t result_rounds) {
+  Entry& entry = epoch_.mine().entry(id_.step);
+  entry.signature = signature_;
+  entry.direct = direct;
+  entry.rounds[kContributions] = contribution_rounds;
+  entry.rounds[kResults] = result_rounds;
+  entry.step.store(id_.step, std::memory_order_seq_cst);
+  entered_ = true;
+  // Nobody can go on before the last member has entered, so only the last one wakes the others. Of
+  // two that enter at once at least one sees both entries: the stores and the loads of `step` are
+  // sequentially consistent.
+  if (all_others_entered()) {
+    epoch_.changed();
+  } else {
+    epoch_.changed_quietly();
+  }
+}
+
+bool Meeting::all_others_entered() const {
+  for (int q = 0; q < epoch_.size(); ++q) {
+    if (q == epoch_.rank()) continue;
+    if (epoch_.of(q).entry(id_.step).step.load(std::memory_order_seq_cst) != id_.step) return false;
+  }
+  return true;
+}
+
+bool Meeting::look(const std::vector<Buffer>* expected) {
+  bool moved = false;
+  for (int q = 0; q < epoch_.size() && num_missing_ > 0; ++q) {
+    if (met_[q]) continue;
+    const Segment& peer = epoch_.of(q);
+    const Entry& entry = peer.entry(id_.step);
+    if (entry.step.load(std::memory_order_acquire) != id_.step) continue;
+    met_[q] = true;
+    --num_missing_;
+    moved = true;
+    if (!status_.ok()) continue;
+    if (entry.signature != signature_) {
+      status_ = mismatch(epoch_.rank(), signature_, q, entry.signature, id_.seq);
+    } else if (expected != nullptr) {
+      const uint64_t sent = peer.lengths(id_.step)[epoch_.rank()];
+      const uint64_t wanted = (*expected)[q].nbytes;
+      if (sent != wanted) {
+        status_ = {Code::Mismatch, "op " + std::to_string(id_.seq) + " of the group, " +
+                                       signature_.str() + ": rank " + std::to_string(q) +
+                                       " sends " + std::to_string(sent) + " bytes to rank " +
+                                       std::to_string(epoch_.rank()) + ", which expects " +
+                                       std::to_string(wanted),
+                   {q, epoch_.rank()}};
+      }
+    }
+  }
+  return moved;
+}
+
+std::vector<int> Meeting::missing() const {
+  std::vector<int> ranks;
+  for (int q = 0; q < epoch_.size(); ++q) {
+    if (!met_[q]) ranks.push_back(q);
+  }
+  return ranks;
+}
+
+void Meeting::leave(Rounds* rounds) {
+  bool unread = false;
+  for (int q = 0; q < epoch_.size(); ++q) {
+    const Entry& entry = epoch_.of(q).entry(id_.step);
+    for (int ring = 0; ring < kNumRings; ++ring) {
+      uint64_t& total = rounds->published[q].ring[ring];
+      total += entry.rounds[ring];
+      if (q == epoch_.rank()) continue;
+      std::atomic<uint64_t>& consumed = epoch_.mine().consumed(q).rounds[ring];
+      if (consumed.load(std::memory_order_relaxed) == total) continue;
+      consumed.store(total, std::memory_order_release);
+      unread = true;
+    }
+  }
+  if (unread) epoch_.changed();
+}
+
+}  // namespace gpumode::host

@@ -1,0 +1,95 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/op.h"
+#include "core/signature.h"
+#include "core/status.h"
+#include "host/epoch.h"
+
+namespace gpumode::host {
+
+// How many rounds every member has published in the ops that are over, per ring. All members count
+// the same, since each op's entries say how many rounds it takes.
+struct Rounds {
+  explicit Rounds(int size) : published(static_cast<size_t>(size)) {}
+  struct PerRing {
+    uint64_t ring[kNumRings] = {};
+  };
+  std::vector<PerRing> published;
+};
+
+// The parts of a coalesced op are steps of their own, and everybody counts the same steps.
+struct OpId {
+  uint64_t step;  // 1, 2, ... within the epoch
+  uint64_t seq;   // the op that the step belongs to; for messages
+};
+
+// What a collective is built from: this rank's place in the epoch and in the order of ops.
+struct Context {
+  Epoch& epoch;
+  Rounds& rounds;
+  OpId id;
+  const Signature& signature;
+};
+
+// A collective in progress on this rank: a state machine that never waits.
+class Task {
+ public:
+  virtual ~Task() = default;
+
+  // Does a bounded amount of work, at most about a slot of bytes of each kind; returns whether
+  // anything moved.
+  virtual bool step() = 0;
+  bool done() const { return done_; }
+  // Mismatch ends a task early.
+  const Status& status() const { return status_; }
+  virtual std::vector<int> waiting_for() const = 0;
+
+ protected:
+  void finish(Status status = {}) {
+    status_ = std::move(status);
+    done_ = true;
+  }
+
+ private:
+  Status status_;
+  bool done_ = false;
+};
+
+// The first phase of every collective: enter, say what we are about to do, and wait until all
+// members have said the same. It makes each collective a barrier, and is what lets a difference
+// between two members be an error on all of them instead of a hang.
+class Meeting {
+ public:
+  explicit Meeting(const Context& context);
+
+  // Enters with the bytes that each rank will get from us, and either their payload (the entry has
+  // it already) or the rounds that will follow.
+  void enter(bool direct, uint64_t contribution_rounds, uint64_t result_rounds);
+  bool entered() const { return entered_; }
+
+  // Looks for members that have entered since the last call. `expected[q]` is what we want to read
+  // from rank q, in bytes; null if the signature fixes all sizes. Returns whether anything moved.
+  bool look(const std::vector<Buffer>* expected);
+  bool complete() const { return num_missing_ == 0; }
+  const Status& status() const { return status_; }
+  std::vector<int> missing() const;
+
+  // Leaves the op: counts everybody's rounds, and tells publishers that we need theirs no more.
+  void leave(Rounds* rounds);
+
+ private:
+  bool all_others_entered() const;
+
+  Epoch& epoch_;
+  const OpId id_;
+  const Signature signature_;
+  std::vector<bool> met_;
+  int num_missing_;
+  bool entered_ = false;
+  Status status_;
+};
+
+}  // namespace gpumode::host

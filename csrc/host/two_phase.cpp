@@ -1,0 +1,179 @@
+#include "host/two_phase.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace gpumode::host {
+namespace {
+
+size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+}  // namespace
+
+TwoPhase::TwoPhase(const Context& context, const Reduction& reduction, Buffer buffer, int root)
+    : epoch_(context.epoch),
+      rounds_(context.rounds),
+      reduction_(reduction),
+      data_(static_cast<std::byte*>(buffer.data)),
+      nbytes_(buffer.nbytes),
+      root_(root),
+      meeting_(context),
+      collected_(static_cast<size_t>(epoch_.size())),
+      sources_(static_cast<size_t>(epoch_.size())) {
+  const auto size = static_cast<size_t>(epoch_.size());
+  shard_bytes_ = round_up((nbytes_ + size - 1) / size, kCacheLine);
+  piece_bytes_ = std::min(kSlotBytes / (size - 1) / kCacheLine * kCacheLine, shard_bytes_);
+  num_rounds_ = (shard_bytes_ + piece_bytes_ - 1) / piece_bytes_;
+}
+
+bool TwoPhase::step() {
+  if (!meeting_.entered()) meeting_.enter(false, num_rounds_, num_rounds_);
+  if (!meeting_.complete()) {
+    const bool moved = meeting_.look(nullptr);
+    if (!meeting_.status().ok()) {
+      finish(meeting_.status());
+      return true;
+    }
+    if (!meeting_.complete()) return moved;
+  }
+  // What others wait for comes first.
+  bool moved = reduce_own();
+  moved |= contribute();
+  moved |= collect();
+  if (contributed_ == num_rounds_ && reduced_ == num_rounds_ &&
+      std::all_of(collected_.begin(), collected_.end(),
+                  [this](uint64_t n) { return n == num_rounds_; })) {
+    meeting_.leave(&rounds_);
+    finish();
+    return true;
+  }
+  return moved;
+}
+
+TwoPhase::Piece TwoPhase::piece(int owner, uint64_t round) const {
+  const size_t shard_end = std::min(nbytes_, (static_cast<size_t>(owner) + 1) * shard_bytes_);
+  const size_t begin =
+      std::min(shard_end, static_cast<size_t>(owner) * shard_bytes_ + round * piece_bytes_);
+  return {begin, std::min(piece_bytes_, shard_end - begin)};
+}
+
+size_t TwoPhase::contribution_offset(int publisher, int owner) const {
+  return static_cast<size_t>(owner < publisher ? owner : owner - 1) * piece_bytes_;
+}
+
+bool TwoPhase::has_published(int rank, Ring ring, uint64_t round) const {
+  return epoch_.of(rank).header().published[ring].load(std::memory_order_acquire) >
+         base(rank, ring) + round;
+}
+
+bool TwoPhase::has_consumed(int reader, Ring ring, uint64_t round) const {
+  const int me = epoch_.rank();
+  return epoch_.of(reader).consumed(me).rounds[ring].load(std::memory_order_acquire) + kSlots >
+         base(me, ring) + round;
+}
+
+// Whether all readers are done with the round that was in the slot of `round` before.
+bool TwoPhase::slot_free(Ring ring, uint64_t round) const {
+  for (int q = 0; q < epoch_.size(); ++q) {
+    if (q != epoch_.rank() && !has_consumed(q, ring, round)) return false;
+  }
+  return true;
+}
+
+void TwoPhase::publish(Ring ring, uint64_t round) {
+  epoch_.mine().header().published[ring].store(base(epoch_.rank(), ring) + round + 1,
+                                               std::memory_order_release);
+}
+
+void TwoPhase::consume(int publisher, Ring ring, uint64_t round) {
+  epoch_.mine().consumed(publisher).rounds[ring].store(base(publisher, ring) + round + 1,
+                                                       std::memory_order_release);
+}
+
+// First phase, as a contributor: hands each owner its piece of this round.
+bool TwoPhase::contribute() {
+  const int me = epoch_.rank();
+  if (contributed_ == num_rounds_ || !slot_free(kContributions, contributed_)) return false;
+  std::byte* slot = epoch_.mine().slot(kContributions, base(me, kContributions) + contributed_);
+  for (int q = 0; q < epoch_.size(); ++q) {
+    if (q == me) continue;
+    const Piece p = piece(q, contributed_);
+    std::memcpy(slot + contribution_offset(me, q), data_ + p.offset, p.nbytes);
+  }
+  publish(kContributions, contributed_++);
+  epoch_.changed();
+  return true;
+}
+
+// First phase, as an owner: reduces one piece and publishes the result.
+bool TwoPhase::reduce_own() {
+  const int me = epoch_.rank();
+  const uint64_t round = reduced_;
+  if (round == num_rounds_ || !slot_free(kResults, round)) return false;
+  const Piece p = piece(me, round);
+  for (int q = 0; q < epoch_.size(); ++q) {
+    if (q == me) {
+      sources_[q] = data_ + p.offset;
+      continue;
+    }
+    if (!has_published(q, kContributions, round)) return false;
+    sources_[q] = epoch_.of(q).slot(kContributions, base(q, kContributions) + round) +
+                  contribution_offset(q, me);
+  }
+  std::byte* slot = epoch_.mine().slot(kResults, base(me, kResults) + round);
+  if (root_ == kEverybody) {
+    reduce(reduction_, sources_.data(), epoch_.size(), p.nbytes, data_ + p.offset, slot);
+  } else {
+    std::byte* dst = root_ == me ? data_ + p.offset : slot;
+    reduce(reduction_, sources_.data(), epoch_.size(), p.nbytes, dst, nullptr);
+  }
+  for (int q = 0; q < epoch_.size(); ++q) {
+    if (q != me) consume(q, kContributions, round);
+  }
+  publish(kResults, reduced_++);
+  epoch_.changed();
+  return true;
+}
+
+// Second phase: copies what owners have published.
+bool TwoPhase::collect() {
+  bool moved = false;
+  for (int q = 0; q < epoch_.size(); ++q) {
+    const uint64_t round = collected_[q];
+    if (round == num_rounds_) continue;
+    if (q == epoch_.rank()) {
+      collected_[q] = num_rounds_;
+      continue;
+    }
+    // Our contribution to the piece must have left the buffer before its result may enter it; the
+    // owner cannot have reduced it otherwise.
+    if (!has_published(q, kResults, round)) continue;
+    if (receives()) {
+      const Piece p = piece(q, round);
+      std::memcpy(data_ + p.offset, epoch_.of(q).slot(kResults, base(q, kResults) + round),
+                  p.nbytes);
+    }
+    consume(q, kResults, round);
+    ++collected_[q];
+    moved = true;
+  }
+  if (moved) epoch_.changed();
+  return moved;
+}
+
+std::vector<int> TwoPhase::waiting_for() const {
+  if (!meeting_.complete()) return meeting_.missing();
+  std::vector<int> ranks;
+  for (int q = 0; q < epoch_.size(); ++q) {
+    if (q == epoch_.rank()) continue;
+    const bool contribution = reduced_ < num_rounds_ && !has_published(q, kContributions, reduced_);
+    const bool result = collected_[q] < num_rounds_ && !has_published(q, kResults, collected_[q]);
+    const bool contribution_slot =
+        contributed_ < num_rounds_ && !has_consumed(q, kContributions, contributed_);
+    const bool result_slot = reduced_ < num_rounds_ && !has_consumed(q, kResults, reduced_);
+    if (contribution || result || contribution_slot || result_slot) ranks.push_back(q);
+  }
+  return ranks;
+}
+
+}  // namespace gpumode::host
