@@ -1,4 +1,4 @@
-"""The command line: `python -m torch_gpumode env`."""
+"""The command line: `python -m torch_gpumode {env,bench}`."""
 
 import argparse
 import sys
@@ -10,7 +10,14 @@ def main() -> int:
     commands.add_parser(
         "env", help="what is installed, how it was built, whether it works, and if not what to do"
     )
-    parser.parse_args()
+    bench_parser = commands.add_parser("bench", help="measure it on this machine: bench collectives")
+    bench_parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    arguments = parser.parse_args()
+
+    if arguments.command == "bench":
+        from torch_gpumode import bench
+
+        return bench.main(arguments.arguments)
 
     from torch_gpumode import env
 
