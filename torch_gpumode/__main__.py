@@ -10,7 +10,9 @@ def main() -> int:
     commands.add_parser(
         "env", help="what is installed, how it was built, whether it works, and if not what to do"
     )
-    bench_parser = commands.add_parser("bench", help="measure it on this machine: bench collectives")
+    bench_parser = commands.add_parser(
+        "bench", help="measure it on this machine: bench collectives"
+    )
     bench_parser.add_argument("arguments", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
 
