@@ -1,9 +1,17 @@
 #include "c10d/engine_choice.h"
 
+#include "c10d/exceptions.h"
 #include "host/host_engine.h"
 
 namespace gpumode {
 
-std::unique_ptr<Engine> choose_engine(int rank) { return host::make_engine(rank); }
+std::unique_ptr<Engine> choose_engine(int rank) {
+  host::EngineOptions options;
+  options.initial_rank = rank;
+  Status status;
+  auto engine = host::make_engine(options, &status);
+  throw_if_failed(status);
+  return engine;
+}
 
 }  // namespace gpumode

@@ -54,7 +54,6 @@ class HostEngine : public Engine {
   };
   struct Transfers {  // one op: its parts run beside each other
     size_t num_open = 0;
-    Status status;
     int source = -1;
   };
   struct Started {
@@ -173,11 +172,11 @@ bool HostEngine::poll_transfers(std::vector<Completion>* finished) {
     auto op = transfer_ops_.find(transfer.id);
     auto it = transfers_.find(op->second);
     transfer_ops_.erase(op);
+    if (it == transfers_.end()) continue;  // another part of the op has failed
     Transfers& transfers = it->second;
     if (transfer.source >= 0) transfers.source = transfer.source;
-    if (!transfer.status.ok()) transfers.status = std::move(transfer.status);
-    if (--transfers.num_open > 0) continue;
-    finished->push_back({{tag_epoch_, 0, it->first}, std::move(transfers.status),
+    if (--transfers.num_open > 0 && transfer.status.ok()) continue;
+    finished->push_back({{tag_epoch_, 0, it->first}, std::move(transfer.status),
                          transfers.source});
     transfers_.erase(it);
   }
