@@ -5,6 +5,7 @@ namespace gpumode::host {
 
 std::unique_ptr<Task> make_all_gather(const Context& context, const OpDesc& op) {
   ExchangePlan plan(context.epoch.size());
+  plan.uneven = true;
   plan.common = true;
   for (Buffer& out : plan.out) out = op.inputs[0];
   plan.in = op.outputs;

@@ -24,7 +24,7 @@ Exchange::Exchange(const Context& context, ExchangePlan plan)
 bool Exchange::step() {
   if (!meeting_.entered()) enter();
   if (!reading_) {
-    const bool moved = meeting_.look(&plan_.in);
+    const bool moved = meeting_.look();
     if (!meeting_.status().ok()) {
       finish(meeting_.status());
       return true;
@@ -43,44 +43,52 @@ bool Exchange::step() {
 }
 
 // A slot holds one piece for all readers, or one for each.
-size_t Exchange::piece_bytes(bool common) const {
-  if (common || epoch_.size() <= 2) return kSlotBytes;
+size_t Exchange::piece_bytes() const {
+  if (plan_.common || epoch_.size() <= 2) return kSlotBytes;
   return kSlotBytes / static_cast<size_t>(epoch_.size() - 1) / kCacheLine * kCacheLine;
 }
 
-size_t Exchange::piece_offset(int publisher, int reader, bool common) const {
-  if (common) return 0;
+size_t Exchange::piece_offset(int publisher, int reader) const {
+  if (plan_.common) return 0;
   const int index = reader < publisher ? reader : reader - 1;
-  return static_cast<size_t>(index) * piece_bytes(common);
+  return static_cast<size_t>(index) * piece_bytes();
 }
 
-size_t Exchange::payload_offset(const uint64_t* lengths, int reader, bool common) const {
+// Where rank `reader` finds its bytes within the payload of a direct publisher.
+size_t Exchange::payload_offset(int publisher, int reader) const {
+  if (plan_.common) return 0;
   size_t offset = 0;
-  for (int q = 0; q < reader && !common; ++q) offset += lengths[q];
+  for (int q = 0; q < reader; ++q) {
+    if (q == publisher) continue;
+    // Where the signature fixes the sizes, everybody's are the same.
+    offset += plan_.uneven ? epoch_.of(publisher).sent(step_)[q] : plan_.out[q].nbytes;
+  }
   return offset;
 }
 
 void Exchange::enter() {
-  const Segment& mine = epoch_.mine();
-  uint64_t* lengths = mine.lengths(step_);
   size_t payload = 0;
   size_t longest = 0;
   for (int q = 0; q < epoch_.size(); ++q) {
-    lengths[q] = q == epoch_.rank() ? 0 : plan_.out[q].nbytes;
-    longest = std::max<size_t>(longest, lengths[q]);
-    payload = plan_.common ? longest : payload + lengths[q];
+    if (q == epoch_.rank()) continue;
+    longest = std::max(longest, plan_.out[q].nbytes);
+    payload = plan_.common ? longest : payload + plan_.out[q].nbytes;
   }
-  if (payload > kDirectBytes) {
-    rounds_to_publish_ = div_up(longest, piece_bytes(plan_.common));
-    return meeting_.enter(false, rounds_to_publish_, 0);
-  }
-  for (int q = 0; q < epoch_.size(); ++q) {
-    if (lengths[q] == 0) continue;
-    std::memcpy(mine.payload(step_) + payload_offset(lengths, q, plan_.common), plan_.out[q].data,
-                lengths[q]);
+  const bool direct = payload <= kDirectBytes;
+  if (!direct) rounds_to_publish_ = div_up(longest, piece_bytes());
+  std::byte* to = epoch_.mine().payload(step_);
+  for (int q = 0; q < epoch_.size() && direct; ++q) {
+    const Buffer& out = plan_.out[q];
+    if (q == epoch_.rank() || out.nbytes == 0) continue;
+    std::memcpy(to, out.data, out.nbytes);
+    to += out.nbytes;
     if (plan_.common) break;
   }
-  meeting_.enter(true, 0, 0);
+  if (plan_.uneven) {
+    meeting_.enter_uneven(direct, rounds_to_publish_, plan_.out, plan_.in);
+  } else {
+    meeting_.enter(direct, rounds_to_publish_, 0);
+  }
 }
 
 // Everybody agrees, so our outputs may be written from here on.
@@ -90,7 +98,7 @@ void Exchange::start_reading() {
   for (int p = 0; p < epoch_.size(); ++p) {
     if (p == epoch_.rank() || plan_.in[p].nbytes == 0) continue;
     if (epoch_.of(p).entry(step_).direct != 0) continue;
-    to_read_[p] = div_up(plan_.in[p].nbytes, piece_bytes(plan_.common));
+    to_read_[p] = div_up(plan_.in[p].nbytes, piece_bytes());
     streams = true;
   }
   if (plan_.reduction) {
@@ -111,31 +119,35 @@ void Exchange::copy_own() {
 }
 
 void Exchange::read_direct(int publisher) {
-  const Segment& peer = epoch_.of(publisher);
-  const size_t offset = payload_offset(peer.lengths(step_), epoch_.rank(), plan_.common);
-  std::memcpy(plan_.in[publisher].data, peer.payload(step_) + offset, plan_.in[publisher].nbytes);
+  std::memcpy(plan_.in[publisher].data,
+              epoch_.of(publisher).payload(step_) + payload_offset(publisher, epoch_.rank()),
+              plan_.in[publisher].nbytes);
 }
 
 void Exchange::reduce_direct() {
   std::vector<const std::byte*> sources(static_cast<size_t>(epoch_.size()));
   for (int p = 0; p < epoch_.size(); ++p) {
-    const Segment& peer = epoch_.of(p);
-    sources[p] = p == epoch_.rank()
-                     ? bytes(plan_.out[p])
-                     : peer.payload(step_) +
-                           payload_offset(peer.lengths(step_), epoch_.rank(), plan_.common);
+    sources[p] = p == epoch_.rank() ? bytes(plan_.out[p])
+                                    : epoch_.of(p).payload(step_) + payload_offset(p, epoch_.rank());
   }
   reduce(*plan_.reduction, sources.data(), epoch_.size(), plan_.out[epoch_.rank()].nbytes,
          plan_.result, nullptr);
 }
 
+// Whether `reader` is done with the round that was in the slot of our next round before. A reader
+// acknowledges only the rounds that hold something for it.
+bool Exchange::slot_free_of(int reader) const {
+  if (published_ < kSlots) return true;  // of earlier ops: all have left those, and so are done
+  const uint64_t before = published_ - kSlots + 1;
+  const uint64_t reads = div_up(plan_.out[reader].nbytes, piece_bytes());
+  const uint64_t consumed = epoch_.of(reader).consumed(epoch_.rank()).rounds[kContributions].load(
+      std::memory_order_acquire);
+  return consumed - rounds_.published[epoch_.rank()].ring[kContributions] >= std::min(before, reads);
+}
+
 bool Exchange::slot_free() const {
-  const uint64_t round = rounds_.published[epoch_.rank()].ring[kContributions] + published_;
   for (int q = 0; q < epoch_.size(); ++q) {
-    if (q == epoch_.rank()) continue;
-    const uint64_t consumed = epoch_.of(q).consumed(epoch_.rank()).rounds[kContributions].load(
-        std::memory_order_acquire);
-    if (consumed + kSlots <= round) return false;
+    if (q != epoch_.rank() && !slot_free_of(q)) return false;
   }
   return true;
 }
@@ -144,13 +156,13 @@ bool Exchange::publish_round() {
   if (published_ == rounds_to_publish_ || !slot_free()) return false;
   const int rank = epoch_.rank();
   const uint64_t round = rounds_.published[rank].ring[kContributions] + published_;
-  const size_t piece = piece_bytes(plan_.common);
+  const size_t piece = piece_bytes();
   const size_t begin = published_ * piece;
   std::byte* slot = epoch_.mine().slot(kContributions, round);
   for (int q = 0; q < epoch_.size(); ++q) {
     const Buffer& out = plan_.out[q];
     if (q == rank || out.nbytes <= begin) continue;
-    std::memcpy(slot + piece_offset(rank, q, plan_.common), bytes(out) + begin,
+    std::memcpy(slot + piece_offset(rank, q), bytes(out) + begin,
                 std::min(piece, out.nbytes - begin));
     if (plan_.common) break;
   }
@@ -168,7 +180,7 @@ uint64_t Exchange::rounds_of(int publisher) const {
 
 bool Exchange::read_rounds() {
   bool moved = false;
-  const size_t piece = piece_bytes(plan_.common);
+  const size_t piece = piece_bytes();
   for (int p = 0; p < epoch_.size(); ++p) {
     if (read_[p] == to_read_[p] || rounds_of(p) <= read_[p]) continue;
     const uint64_t round = rounds_.published[p].ring[kContributions] + read_[p];
@@ -176,7 +188,7 @@ bool Exchange::read_rounds() {
     const Buffer& in = plan_.in[p];
     std::memcpy(bytes(in) + begin,
                 epoch_.of(p).slot(kContributions, round) +
-                    piece_offset(p, epoch_.rank(), plan_.common),
+                    piece_offset(p, epoch_.rank()),
                 std::min(piece, in.nbytes - begin));
     ++read_[p];
     epoch_.mine().consumed(p).rounds[kContributions].store(round + 1, std::memory_order_release);
@@ -194,14 +206,14 @@ bool Exchange::reduce_round() {
   for (int p = 0; p < epoch_.size(); ++p) {
     if (p != rank && rounds_of(p) <= done) return false;
   }
-  const size_t piece = piece_bytes(plan_.common);
+  const size_t piece = piece_bytes();
   const size_t begin = done * piece;
   std::vector<const std::byte*> sources(static_cast<size_t>(epoch_.size()));
   for (int p = 0; p < epoch_.size(); ++p) {
     const uint64_t round = rounds_.published[p].ring[kContributions] + done;
     sources[p] = p == rank ? bytes(plan_.out[p]) + begin
                            : epoch_.of(p).slot(kContributions, round) +
-                                 piece_offset(p, rank, plan_.common);
+                                 piece_offset(p, rank);
   }
   reduce(*plan_.reduction, sources.data(), epoch_.size(),
          std::min(piece, plan_.out[rank].nbytes - begin), plan_.result + begin, nullptr);
@@ -220,14 +232,10 @@ bool Exchange::reading_done() const { return read_ == to_read_; }
 std::vector<int> Exchange::waiting_for() const {
   if (!meeting_.complete()) return meeting_.missing();
   std::vector<int> ranks;
-  const uint64_t next = rounds_.published[epoch_.rank()].ring[kContributions] + published_;
   for (int q = 0; q < epoch_.size(); ++q) {
     if (q == epoch_.rank()) continue;
     const bool wants_data = read_[q] != to_read_[q] && rounds_of(q) <= read_[q];
-    const bool wants_slot =
-        published_ != rounds_to_publish_ &&
-        epoch_.of(q).consumed(epoch_.rank()).rounds[kContributions].load(
-            std::memory_order_acquire) + kSlots <= next;
+    const bool wants_slot = published_ != rounds_to_publish_ && !slot_free_of(q);
     if (wants_data || wants_slot) ranks.push_back(q);
   }
   return ranks;

@@ -18,6 +18,8 @@ struct ExchangePlan {
   // not 0, and are published once.
   std::vector<Buffer> out;
   bool common = false;
+  // Whether the signature leaves the sizes open, so that the members must compare them.
+  bool uneven = false;
   // Where each rank's bytes go, and how many they must be. Ours may be `out` of ourselves, and are
   // copied if they are not the same memory.
   std::vector<Buffer> in;
@@ -43,13 +45,14 @@ class Exchange : public Task {
   void read_direct(int publisher);
   void reduce_direct();
   void copy_own();
+  bool slot_free_of(int reader) const;
   bool slot_free() const;
   uint64_t rounds_of(int publisher) const;
   bool reading_done() const;
-  size_t piece_bytes(bool common) const;
+  size_t piece_bytes() const;
   // Where rank `reader` finds its piece within a slot of a publisher.
-  size_t piece_offset(int publisher, int reader, bool common) const;
-  size_t payload_offset(const uint64_t* lengths, int reader, bool common) const;
+  size_t piece_offset(int publisher, int reader) const;
+  size_t payload_offset(int publisher, int reader) const;
 
   Epoch& epoch_;
   Rounds& rounds_;

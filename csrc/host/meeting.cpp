@@ -29,6 +29,20 @@ void Meeting::enter(bool direct, uint64_t contribution_rounds, uint64_t result_r
   }
 }
 
+void Meeting::enter_uneven(bool direct, uint64_t rounds, const std::vector<Buffer>& sent,
+                           const std::vector<Buffer>& expected) {
+  uneven_ = true;
+  const Segment& mine = epoch_.mine();
+  uint64_t uniform = sent[0].nbytes;
+  for (size_t q = 0; q < sent.size(); ++q) {
+    mine.sent(id_.step)[q] = sent[q].nbytes;
+    mine.expected(id_.step)[q] = expected[q].nbytes;
+    if (sent[q].nbytes != uniform || expected[q].nbytes != uniform) uniform = kUneven;
+  }
+  mine.entry(id_.step).uniform_length = uniform;
+  enter(direct, rounds, 0);
+}
+
 bool Meeting::all_others_entered() const {
   for (int q = 0; q < epoch_.size(); ++q) {
     if (q == epoch_.rank()) continue;
@@ -37,33 +51,44 @@ bool Meeting::all_others_entered() const {
   return true;
 }
 
-bool Meeting::look(const std::vector<Buffer>* expected) {
+bool Meeting::look() {
   bool moved = false;
   for (int q = 0; q < epoch_.size() && num_missing_ > 0; ++q) {
     if (met_[q]) continue;
-    const Segment& peer = epoch_.of(q);
-    const Entry& entry = peer.entry(id_.step);
+    const Entry& entry = epoch_.of(q).entry(id_.step);
     if (entry.step.load(std::memory_order_acquire) != id_.step) continue;
     met_[q] = true;
     --num_missing_;
     moved = true;
-    if (!status_.ok()) continue;
-    if (entry.signature != signature_) {
+    if (status_.ok() && entry.signature != signature_) {
       status_ = mismatch(epoch_.rank(), signature_, q, entry.signature, id_.seq);
-    } else if (expected != nullptr) {
-      const uint64_t sent = peer.lengths(id_.step)[epoch_.rank()];
-      const uint64_t wanted = (*expected)[q].nbytes;
-      if (sent != wanted) {
-        status_ = {Code::Mismatch, "op " + std::to_string(id_.seq) + " of the group, " +
-                                       signature_.str() + ": rank " + std::to_string(q) +
-                                       " sends " + std::to_string(sent) + " bytes to rank " +
-                                       std::to_string(epoch_.rank()) + ", which expects " +
-                                       std::to_string(wanted),
-                   {q, epoch_.rank()}};
-      }
     }
   }
+  if (complete() && uneven_ && status_.ok()) status_ = check_sizes();
   return moved;
+}
+
+// Everybody checks all pairs, so that a difference between two members is an error on all.
+Status Meeting::check_sizes() const {
+  const int size = epoch_.size();
+  const uint64_t uniform = epoch_.mine().entry(id_.step).uniform_length;
+  bool even = uniform != kUneven;
+  for (int q = 0; q < size && even; ++q) {
+    even = epoch_.of(q).entry(id_.step).uniform_length == uniform;
+  }
+  for (int p = 0; p < size && !even; ++p) {
+    for (int q = 0; q < size; ++q) {
+      const uint64_t sent = epoch_.of(p).sent(id_.step)[q];
+      const uint64_t expected = epoch_.of(q).expected(id_.step)[p];
+      if (sent == expected) continue;
+      return {Code::Mismatch, "op " + std::to_string(id_.seq) + " of the group, " +
+                                  signature_.str() + ": rank " + std::to_string(p) + " has " +
+                                  std::to_string(sent) + " bytes for rank " + std::to_string(q) +
+                                  ", which expects " + std::to_string(expected),
+              {p, q}};
+    }
+  }
+  return {};
 }
 
 std::vector<int> Meeting::missing() const {

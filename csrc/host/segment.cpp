@@ -12,8 +12,9 @@ size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multipl
 }  // namespace
 
 size_t Segment::lay_out(int size) {
+  size_ = size;
   const auto n = static_cast<size_t>(size);
-  payload_offset_ = round_up(sizeof(Entry) + n * sizeof(uint64_t), kCacheLine);
+  payload_offset_ = round_up(sizeof(Entry) + 2 * n * sizeof(uint64_t), kCacheLine);
   entry_stride_ = round_up(payload_offset_ + kDirectBytes, kPage);
   entries_ = round_up(sizeof(Header), kPage);
   consumed_ = entries_ + 2 * entry_stride_;

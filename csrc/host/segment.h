@@ -61,8 +61,12 @@ struct Entry {
   Signature signature;
   uint32_t direct;  // whether the payload is in the entry
   uint32_t reserved;
-  uint64_t rounds[kNumRings];  // that this member will publish for this op
+  uint64_t rounds[kNumRings];  // that this member will publish in this step
+  // The one length of everything that this member sends and expects, or kUneven.
+  uint64_t uniform_length;
 };
+
+constexpr uint64_t kUneven = ~uint64_t{0};
 
 // How many rounds of one publisher this member has consumed.
 struct Consumed {
@@ -110,10 +114,11 @@ class Segment {
 
   Header& header() const { return at<Header>(0); }
   Entry& entry(uint64_t step) const { return at<Entry>(entries_ + (step & 1) * entry_stride_); }
-  // Bytes that the owner publishes for each rank in the op of that entry.
-  uint64_t* lengths(uint64_t step) const {
+  // Bytes that the owner has for each rank in that step, itself included, and expects from each.
+  uint64_t* sent(uint64_t step) const {
     return &at<uint64_t>(entries_ + (step & 1) * entry_stride_ + sizeof(Entry));
   }
+  uint64_t* expected(uint64_t step) const { return sent(step) + size_; }
   std::byte* payload(uint64_t step) const {
     return memory_.data() + entries_ + (step & 1) * entry_stride_ + payload_offset_;
   }
@@ -139,6 +144,7 @@ class Segment {
   }
 
   os::SharedMemory memory_;
+  int size_ = 0;
   size_t entries_ = 0, entry_stride_ = 0, payload_offset_ = 0;
   size_t consumed_ = 0, inboxes_ = 0, slots_ = 0, outboxes_ = 0;
 };

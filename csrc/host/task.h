@@ -65,14 +65,16 @@ class Meeting {
  public:
   explicit Meeting(const Context& context);
 
-  // Enters with the bytes that each rank will get from us, and either their payload (the entry has
-  // it already) or the rounds that will follow.
+  // Enters, with the rounds that will follow, or none if the payload is in the entry already.
   void enter(bool direct, uint64_t contribution_rounds, uint64_t result_rounds);
+  // The same where the signature leaves the sizes open: says how many bytes there are for each rank
+  // and how many we expect from each, and checks that all pairs of members agree.
+  void enter_uneven(bool direct, uint64_t rounds, const std::vector<Buffer>& sent,
+                    const std::vector<Buffer>& expected);
   bool entered() const { return entered_; }
 
-  // Looks for members that have entered since the last call. `expected[q]` is what we want to read
-  // from rank q, in bytes; null if the signature fixes all sizes. Returns whether anything moved.
-  bool look(const std::vector<Buffer>* expected);
+  // Looks for members that have entered since the last call; returns whether anything moved.
+  bool look();
   bool complete() const { return num_missing_ == 0; }
   const Status& status() const { return status_; }
   std::vector<int> missing() const;
@@ -82,13 +84,14 @@ class Meeting {
 
  private:
   bool all_others_entered() const;
+  Status check_sizes() const;
 
   Epoch& epoch_;
   const OpId id_;
   const Signature signature_;
   std::vector<bool> met_;
   int num_missing_;
-  bool entered_ = false;
+  bool entered_ = false, uneven_ = false;
   Status status_;
 };
 

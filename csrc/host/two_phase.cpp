@@ -29,7 +29,7 @@ TwoPhase::TwoPhase(const Context& context, const Reduction& reduction, Buffer bu
 bool TwoPhase::step() {
   if (!meeting_.entered()) meeting_.enter(false, num_rounds_, num_rounds_);
   if (!meeting_.complete()) {
-    const bool moved = meeting_.look(nullptr);
+    const bool moved = meeting_.look();
     if (!meeting_.status().ok()) {
       finish(meeting_.status());
       return true;
