@@ -25,7 +25,6 @@ std::set<Backend*>& live_backends() {
 Backend::Backend(StorePtr store, int rank, int size, c10::intrusive_ptr<BackendOptions> options)
     : ::c10d::Backend(rank, size),
       options_(std::move(options)),
-      in_flight_(std::make_shared<InFlight>()),
       hooks_(std::make_shared<Hooks>()),
       fork_count_(fork_count()),
       current_rank_(rank),
@@ -58,8 +57,8 @@ void Backend::open(const StorePtr& store) {
   Bootstrap bootstrap(store, current_rank_, current_size_);
   const auto membership = bootstrap.exchange(communicator_->handle(), options_->timeout);
   const auto left = options_->timeout - (std::chrono::steady_clock::now() - started);
-  throw_if_failed(communicator_->rebuild(membership, current_rank_,
-                                         std::max<Duration>(left, std::chrono::milliseconds(1))));
+  throw_if_failed(
+      join(membership, current_rank_, std::max<Duration>(left, std::chrono::milliseconds(1))));
   bootstrap.clean_up();
 }
 
@@ -94,14 +93,14 @@ Backend::WorkPtr Backend::run(Call call) {
 std::shared_ptr<Op> Backend::submit(Communicator& communicator, Call call) {
   SubmitOptions options;
   options.timeout = timeout_of(call, communicator);
-  options.keepalive = std::make_shared<Keepalive>(in_flight_, call);
+  options.keepalive = std::make_shared<Keepalive>(call);
   options.blocking = !call.async_op;
   auto op = communicator.submit(std::move(call.parts), std::move(options));
   note_ephemeral(op);
   return op;
 }
 
-Backend::Call Backend::join(std::vector<Call> calls, ::c10d::OpType type, const char* title) {
+Backend::Call Backend::coalesce(std::vector<Call> calls, ::c10d::OpType type, const char* title) {
   Call joined{type, title, {}, {}, {}, calls[0].timeout, false};
   for (auto& call : calls) {
     std::move(call.parts.begin(), call.parts.end(), std::back_inserter(joined.parts));
@@ -133,7 +132,7 @@ Backend::WorkPtr Backend::endCoalescing() {
   if (ended.calls.empty()) {
     return nullptr;
   }
-  auto call = join(std::move(ended.calls), ::c10d::OpType::COALESCED, "gpumode:coalesced");
+  auto call = coalesce(std::move(ended.calls), ::c10d::OpType::COALESCED, "gpumode:coalesced");
   const bool p2p = is_p2p(call.parts[0].collective);
   for (const auto& part : call.parts) {
     TORCH_CHECK_VALUE(is_p2p(part.collective) == p2p,

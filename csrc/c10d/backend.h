@@ -38,6 +38,8 @@ class Backend : public ::c10d::Backend {
   // The members' view, which reconfigure() changes; torch before 2.14 fixes the base class's.
   int current_rank() const { return current_rank_; }
   int current_size() const { return current_size_; }
+  // Names the membership that was joined last; -1 before the first.
+  int64_t current_uuid() const { return current_uuid_; }
 
   // Collectives. The names with an underscore and the like are torch's old ones for *_single.
   WorkPtr broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) override;
@@ -156,13 +158,12 @@ class Backend : public ::c10d::Backend {
     Duration extra;
     std::shared_ptr<Op> first;  // the first op submitted under it
   };
-  struct InFlight;
   struct Keepalive;
   struct Hooks;
 
   void open(const StorePtr& store);
   std::shared_ptr<Communicator> communicator() const;
-  void set_rank_and_size(int rank, int size);
+  Status join(const Membership& membership, int rank, Duration timeout);
 
   WorkPtr run(Call call);
   std::shared_ptr<Op> submit(Communicator& communicator, Call call);
@@ -174,13 +175,13 @@ class Backend : public ::c10d::Backend {
   Call all_gather_call(const at::Tensor& output, const at::Tensor& input) const;
   Call reduce_scatter_call(const at::Tensor& output, const at::Tensor& input,
                            const ::c10d::ReduceOp& op) const;
-  static Call join(std::vector<Call> calls, ::c10d::OpType type, const char* title);
+  static Call coalesce(std::vector<Call> calls, ::c10d::OpType type, const char* title);
 
   const c10::intrusive_ptr<BackendOptions> options_;
-  const std::shared_ptr<InFlight> in_flight_;
   const std::shared_ptr<Hooks> hooks_;
   const int fork_count_;
   std::atomic<int> current_rank_, current_size_;
+  std::atomic<int64_t> current_uuid_{-1};
 
   mutable std::mutex mutex_;  // guards what follows
   std::shared_ptr<Communicator> communicator_;  // null after shutdown

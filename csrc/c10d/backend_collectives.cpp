@@ -75,7 +75,7 @@ Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
     calls.push_back({OpType::ALLREDUCE, "", {std::move(op)}, {tensor}, {tensor}, opts.timeout,
                      opts.asyncOp});
   }
-  return run(join(std::move(calls), OpType::ALLREDUCE_COALESCED, "gpumode:all_reduce_coalesced"));
+  return run(coalesce(std::move(calls), OpType::ALLREDUCE_COALESCED, "gpumode:all_reduce_coalesced"));
 }
 
 Backend::WorkPtr Backend::reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) {
@@ -152,7 +152,7 @@ Backend::WorkPtr Backend::allgather_coalesced(TensorLists& outputs, Tensors& inp
     calls.push_back({OpType::ALLGATHER, "", {std::move(op)}, {inputs[i]}, std::move(gathered),
                      opts.timeout, opts.asyncOp});
   }
-  return run(join(std::move(calls), OpType::ALLGATHER_COALESCED, "gpumode:all_gather_coalesced"));
+  return run(coalesce(std::move(calls), OpType::ALLGATHER_COALESCED, "gpumode:all_gather_coalesced"));
 }
 
 Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -165,8 +165,8 @@ Backend::WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tens
     calls.back().timeout = opts.timeout;
     calls.back().async_op = opts.asyncOp;
   }
-  return run(join(std::move(calls), OpType::ALLGATHER_INTO_TENSOR_COALESCED,
-                  "gpumode:all_gather_into_tensor_coalesced"));
+  return run(coalesce(std::move(calls), OpType::COALESCED,
+                      "gpumode:all_gather_into_tensor_coalesced"));
 }
 
 // reduce_scatter
@@ -225,8 +225,8 @@ Backend::WorkPtr Backend::reduce_scatter_tensor_coalesced(
     calls.back().timeout = opts.timeout;
     calls.back().async_op = opts.asyncOp;
   }
-  return run(join(std::move(calls), OpType::REDUCE_SCATTER_TENSOR_COALESCED,
-                  "gpumode:reduce_scatter_tensor_coalesced"));
+  return run(coalesce(std::move(calls), OpType::COALESCED,
+                      "gpumode:reduce_scatter_tensor_coalesced"));
 }
 
 // gather, scatter

@@ -87,19 +87,12 @@ void Backend::shutdown() {
     communicator = std::move(communicator_);
     communicator_ = nullptr;
   }
-  if (communicator == nullptr) {
-    return;
-  }
-  if (fork_count_ != fork_count()) {
+  if (communicator != nullptr && fork_count_ != fork_count()) {
     // Its thread exists in the parent only, and its peers are the parent's: leave it alone.
     static_cast<void>(new std::shared_ptr<Communicator>(std::move(communicator)));
-    return;
   }
-  // Peers may still be in an op that is done here, so only unfinished business is aborted.
-  if (in_flight_->num_ops.load(std::memory_order_acquire) != 0) {
-    communicator->abort(
-        {Code::Aborted, "rank " + std::to_string(current_rank_) + " shut the group down"});
-  }
+  // Going, the communicator aborts what is in flight, and only then tells its peers: they may still
+  // be in an op that is done here.
 }
 
 // Hooks
@@ -182,21 +175,28 @@ c10::intrusive_ptr<::c10d::Backend> Backend::merge(const StorePtr& store,
 
 // Membership
 
-void Backend::set_rank_and_size(int rank, int size) {
+Status Backend::join(const Membership& membership, int rank, Duration timeout) {
+  auto status = communicator()->rebuild(membership, rank, timeout);
+  if (!status.ok()) {
+    return status;
+  }
   current_rank_ = rank;
-  current_size_ = size;
+  current_size_ = static_cast<int>(membership.handles.size());
+  current_uuid_ = membership.uuid;
 #ifdef GPUMODE_C10D_MUTABLE_RANK
-  rank_ = rank;
-  size_ = size;
+  rank_ = current_rank_;
+  size_ = current_size_;
 #endif
+  std::lock_guard<std::mutex> lock(hooks_->mutex);
+  hooks_->abort_reported = false;
+  return status;
 }
 
 std::string Backend::reconfigure_handle() const { return communicator()->handle(); }
 
 Status Backend::rebuild(int64_t uuid, const std::vector<std::string>& handles,
                         std::chrono::milliseconds timeout) {
-  const auto communicator = this->communicator();
-  const auto me = std::find(handles.begin(), handles.end(), communicator->handle());
+  const auto me = std::find(handles.begin(), handles.end(), reconfigure_handle());
   TORCH_CHECK_VALUE(me != handles.end(), "handles: the handle of this rank is not among them");
   auto sorted = handles;
   std::sort(sorted.begin(), sorted.end());
@@ -204,14 +204,7 @@ Status Backend::rebuild(int64_t uuid, const std::vector<std::string>& handles,
                     "handles: one of them is there twice");
   TORCH_CHECK_VALUE(timeout.count() > 0, "timeout: expected a positive one, got ",
                     timeout.count(), " ms");
-  const int rank = static_cast<int>(me - handles.begin());
-  auto status = communicator->rebuild({uuid, handles}, rank, timeout);
-  if (status.ok()) {
-    set_rank_and_size(rank, static_cast<int>(handles.size()));
-    std::lock_guard<std::mutex> lock(hooks_->mutex);
-    hooks_->abort_reported = false;
-  }
-  return status;
+  return join({uuid, handles}, static_cast<int>(me - handles.begin()), timeout);
 }
 
 #ifdef C10D_BACKEND_HAS_RECONFIGURE

@@ -10,25 +10,19 @@
 // What a backend shares with the callbacks of its ops, which may outlive it.
 namespace gpumode {
 
-struct Backend::InFlight {
-  std::atomic<int> num_ops{0};
-};
-
 // Keeps the memory of an op's tensors until the op is done. It holds storages, since a tensor's
 // last reference may need the GIL to go, and this one is dropped on a communicator's thread.
 struct Backend::Keepalive {
-  Keepalive(std::shared_ptr<InFlight> in_flight, const Call& call) : in_flight(in_flight) {
+  explicit Keepalive(const Call& call) {
     storages.reserve(call.inputs.size() + call.outputs.size());
     for (const auto* tensors : {&call.inputs, &call.outputs}) {
       for (const auto& tensor : *tensors) {
         storages.push_back(tensor.storage());
       }
     }
-    in_flight->num_ops.fetch_add(1, std::memory_order_relaxed);
   }
 
   ~Keepalive() {
-    in_flight->num_ops.fetch_sub(1, std::memory_order_release);
     for (const auto& storage : storages) {
       if (storage.use_count() == 1) {  // rare: the caller has dropped the tensor already
         run_on_future_thread([dropped = std::move(storages)]() mutable { dropped.clear(); });
@@ -40,7 +34,6 @@ struct Backend::Keepalive {
   Keepalive(const Keepalive&) = delete;
   Keepalive& operator=(const Keepalive&) = delete;
 
-  std::shared_ptr<InFlight> in_flight;
   std::vector<c10::Storage> storages;
 };
 

@@ -16,7 +16,7 @@ std::array<PyObject*, kNumCodes>& python_types() {
 }
 
 std::string text_of(const Status& status) {
-  std::string text = status.str();
+  std::string text = status.message.empty() ? status.str() : status.message;
   if (status.ranks.empty()) {
     return text;
   }

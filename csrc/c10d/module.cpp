@@ -55,6 +55,7 @@ void bind_backend(py::module_& m) {
       .def_property_readonly("options", &Backend::options)
       .def("rank", &Backend::current_rank)
       .def("size", &Backend::current_size)
+      .def("uuid", &Backend::current_uuid)
       .def("failure", &failure_of)
       .def("handle", &Backend::reconfigure_handle)
       .def(

@@ -1,0 +1,194 @@
+"""Runs a function on several ranks, each a real process, and brings back what came of it.
+
+    def add(me: Rank) -> list[float]:
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        return tensor.tolist()
+
+    assert run(add, 2, tmp_path) == [[2.0] * 3] * 2
+
+The processes are forked from this one, which has torch loaded already, so a test costs
+milliseconds. This process itself never opens a group: threads do not survive a fork.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_context = multiprocessing.get_context("fork")
+_run_numbers = itertools.count()
+
+
+@dataclass
+class Rank:
+    """What a rank knows of itself. The default group is open, unless `init=False`."""
+
+    rank: int
+    size: int
+    folder: Path
+    _connection: Connection
+
+    def store(self, name: str = "store") -> dist.Store:
+        """Returns the ranks' own view of a store that all of them share."""
+        return dist.FileStore(str(self.folder / name), self.size)
+
+    def init(self, timeout_s: float = 30.0, **kwargs: Any) -> None:
+        kwargs.setdefault("store", self.store())
+        dist.init_process_group(
+            "gpumode",
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=timeout_s),
+            **kwargs,
+        )
+
+    def say(self, value: Any) -> None:
+        """Tells the test something, in the middle of the run."""
+        self._connection.send(("said", value))
+
+
+class Ranks:
+    """Ranks that are running; a context manager, which leaves none behind.
+
+    Args:
+        function: called on each rank with its `Rank` and `args`; its value must pickle.
+        timeout_s: of the default group.
+        limit_s: how long all of it may take, joining included.
+        init: whether to open the default group first.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        size: int,
+        folder: Path,
+        *args: Any,
+        timeout_s: float = 30.0,
+        limit_s: float = 60.0,
+        init: bool = True,
+    ) -> None:
+        self.size = size
+        self.folder = folder / f"run{next(_run_numbers)}"
+        self.folder.mkdir(parents=True)
+        self._deadline = time.monotonic() + limit_s
+        self._said: list[list[Any]] = [[] for _ in range(size)]
+        self._done: list[tuple[str, Any] | None] = [None] * size
+        self._connections: list[Connection] = []
+        self._processes: list[Any] = []
+        for rank in range(size):
+            mine, theirs = _context.Pipe()
+            me = Rank(rank, size, self.folder, theirs)
+            process = _context.Process(
+                target=_main, args=(me, function, args, init, timeout_s, limit_s), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(mine)
+            self._processes.append(process)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        for connection in self._connections:
+            connection.close()
+
+    def pid(self, rank: int) -> int:
+        return self._processes[rank].pid
+
+    def signal(self, rank: int, signum: signal.Signals) -> float:
+        """Sends a signal, and returns time.monotonic() just before it."""
+        now = time.monotonic()
+        os.kill(self.pid(rank), signum)
+        return now
+
+    def heard(self, rank: int) -> Any:
+        """Returns the next thing that the rank said, waiting for it."""
+        while not self._said[rank]:
+            assert self._done[rank] is None, f"rank {rank} ended: {self._done[rank]}"
+            self._read(rank)
+        return self._said[rank].pop(0)
+
+    def heard_from_all(self) -> list[Any]:
+        return [self.heard(rank) for rank in range(self.size)]
+
+    def join(self, *, lost: tuple[int, ...] = ()) -> list[Any]:
+        """Returns what the function returned on each rank; None for the `lost`, not waited for.
+
+        Raises:
+            AssertionError: a rank raised, died, or is not done within the limit.
+        """
+        waited_for = [rank for rank in range(self.size) if rank not in lost]
+        for rank in waited_for:
+            while self._done[rank] is None:
+                self._read(rank)
+        problems = [
+            f"--- rank {rank}\n{self._done[rank][1]}"  # type: ignore[index]
+            for rank in waited_for
+            if self._done[rank][0] != "returned"  # type: ignore[index]
+        ]
+        assert not problems, "\n".join(problems)
+        return [None if (done := self._done[rank]) is None else done[1] for rank in range(self.size)]
+
+    def _read(self, rank: int) -> None:
+        if not self._connections[rank].poll(max(0.0, self._deadline - time.monotonic())):
+            self._done[rank] = ("hung", f"hangs at\n{self._stack(rank)}")
+            return
+        try:
+            kind, value = self._connections[rank].recv()
+        except EOFError:
+            self._processes[rank].join(5)
+            self._done[rank] = ("died", f"died, exit code {self._processes[rank].exitcode}")
+            return
+        if kind == "said":
+            self._said[rank].append(value)
+        else:
+            self._done[rank] = (kind, value)
+
+    def _stack(self, rank: int) -> str:
+        path = self.folder / f"stack{rank}"
+        return path.read_text() if path.exists() else "(no stack)"
+
+
+def run(function: Callable[..., Any], size: int, folder: Path, *args: Any, **kwargs: Any) -> list:
+    """Returns what `function` returned on each rank; see Ranks."""
+    with Ranks(function, size, folder, *args, **kwargs) as ranks:
+        return ranks.join()
+
+
+def _main(
+    me: Rank, function: Callable[..., Any], args: tuple, init: bool, timeout_s: float, limit_s: float
+) -> None:
+    torch.set_num_threads(1)
+    stack = open(me.folder / f"stack{me.rank}", "w")  # noqa: SIM115  (open as long as the process)
+    faulthandler.dump_traceback_later(max(1.0, limit_s - 1.0), file=stack)
+    try:
+        if init:
+            me.init(timeout_s)
+        value = function(me, *args)
+        me._connection.send(("returned", value))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except BaseException:
+        me._connection.send(("raised", traceback.format_exc()))
+    finally:
+        faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,16 @@
+"""Shared by all tests."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from torch_gpumode import _autoload
+
+sys.path.insert(0, str(Path(__file__).parent))  # so that tests/fault finds _ranks
+
+# Ranks are forked from this process, and OpenMP's threads do not survive a fork.
+torch.set_num_threads(1)
+
+# A build in place has no entry points.
+_autoload.register()

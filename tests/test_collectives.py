@@ -1,0 +1,400 @@
+"""Every collective against its definition in float64, on fresh random data, outputs poisoned."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from _ranks import Rank, run
+from torch.distributed import ReduceOp
+
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
+COMPLEX = [torch.complex64, torch.complex128]
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+MOVABLE = [*FLOATS, *INTEGERS, torch.bool, *COMPLEX, *FLOAT8, torch.uint16]
+
+COUNTS = [0, 1, 4, 1003]
+LARGE = 3_000_017  # more than what is staged at once, and odd
+
+# Relative to the sum of magnitudes: one rounding of the result, and of the inputs' sum in float32.
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
+
+OPS: dict[str, tuple[Callable[[], ReduceOp], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "sum": (lambda: ReduceOp.SUM, lambda x: x.sum(0)),
+    "avg": (lambda: ReduceOp.AVG, lambda x: x.mean(0)),
+    "product": (lambda: ReduceOp.PRODUCT, lambda x: x.prod(0)),
+    "min": (lambda: ReduceOp.MIN, lambda x: x.amin(0)),
+    "max": (lambda: ReduceOp.MAX, lambda x: x.amax(0)),
+    "premul_sum": (lambda: _premul(0.375), lambda x: 0.375 * x.sum(0)),
+    "band": (lambda: ReduceOp.BAND, lambda x: _fold(torch.bitwise_and, x)),
+    "bor": (lambda: ReduceOp.BOR, lambda x: _fold(torch.bitwise_or, x)),
+    "bxor": (lambda: ReduceOp.BXOR, lambda x: _fold(torch.bitwise_xor, x)),
+}
+BITWISE = ("band", "bor", "bxor")
+
+SIZES = [1, 2, 3, 4]
+
+
+def _premul(factor: float) -> ReduceOp:
+    make = getattr(dist, "_make_premul_sum", None) or dist._make_nccl_premul_sum
+    return make(factor)
+
+
+def _fold(op: Callable, stacked: torch.Tensor) -> torch.Tensor:
+    result = stacked[0].clone()
+    for each in stacked[1:]:
+        result = op(result, each)
+    return result
+
+
+def random_tensor(count: int, dtype: torch.dtype, *key: int) -> torch.Tensor:
+    """Returns data that any rank can make: the same for the same key."""
+    generator = torch.Generator().manual_seed(hash((count, *key)))
+    if dtype in FLOATS + COMPLEX:
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        return torch.randn(count, generator=generator, dtype=wide).to(dtype)
+    if dtype in FLOAT8:
+        return torch.randn(count, generator=generator).to(dtype)
+    high = 2 if dtype == torch.bool else 4  # products of four stay within int8
+    return torch.randint(0, high, (count,), generator=generator, dtype=torch.int64).to(dtype)
+
+
+def poisoned(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns an output whose every byte must be overwritten."""
+    return torch.full((count * dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def assert_reduced(result: torch.Tensor, inputs: list[torch.Tensor], op: str, what: str) -> None:
+    """Compares with the definition: exactly for integers, to one rounding for floats."""
+    dtype = result.dtype
+    reference_of = OPS[op][1]
+    if dtype in FLOATS + COMPLEX:
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        stacked = torch.stack([x.to(wide) for x in inputs])
+        reference = reference_of(stacked)
+        scale = stacked.abs().prod(0) if op == "product" else stacked.abs().sum(0)
+        real = torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
+        error = (result.to(wide) - reference).abs()
+        assert (error <= TOLERANCE[real] * len(inputs) * scale + 1e-300).all(), what
+    else:
+        reference = reference_of(torch.stack(inputs))
+        assert torch.equal(result, reference.to(dtype)), what
+
+
+def reductions() -> Iterator[tuple[str, torch.dtype]]:
+    for op, dtype in itertools.product(OPS, [*FLOATS, *INTEGERS, torch.bool, *COMPLEX]):
+        floating = dtype in FLOATS + COMPLEX
+        if (
+            (op in BITWISE and floating)
+            or (op in ("avg", "premul_sum") and not floating)
+            or (op in ("min", "max") and dtype.is_complex)
+            or (op == "premul_sum" and dtype.is_complex)
+            or (dtype == torch.bool and op in ("sum", "product", "avg"))
+        ):
+            continue
+        yield op, dtype
+
+
+def digest(tensors: list[torch.Tensor]) -> str:
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def all_reduce_everything(me: Rank) -> str:
+    results = []
+    for (op, dtype), count in itertools.product(reductions(), [*COUNTS, LARGE]):
+        if count == LARGE and (op not in ("sum", "avg") or dtype not in FLOATS):
+            continue
+        inputs = [random_tensor(count, dtype, rank, 1) for rank in range(me.size)]
+        tensor = inputs[me.rank].clone()
+        dist.all_reduce(tensor, OPS[op][0]())
+        assert_reduced(tensor, inputs, op, f"all_reduce {op} {dtype} {count}")
+        results.append(tensor)
+    return digest(results)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_reduce(size, tmp_path):
+    digests = run(all_reduce_everything, size, tmp_path, limit_s=120)
+    assert len(set(digests)) == 1, "the results are not bit-identical on all ranks"
+
+
+def reduce_everything(me: Rank) -> None:
+    for (op, dtype), count in itertools.product(reductions(), [0, 1, 1003]):
+        for root in range(me.size):
+            inputs = [random_tensor(count, dtype, rank, 2) for rank in range(me.size)]
+            tensor = inputs[me.rank].clone()
+            dist.reduce(tensor, root, OPS[op][0]())
+            if me.rank == root:
+                assert_reduced(tensor, inputs, op, f"reduce {op} {dtype} {count} to {root}")
+            else:
+                assert same_bits(tensor, inputs[me.rank]), "changed on a rank that is not dst"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_reduce(size, tmp_path):
+    run(reduce_everything, size, tmp_path)
+
+
+def reduce_scatter_everything(me: Rank) -> None:
+    for (op, dtype), count in itertools.product(reductions(), [0, 1, 4, 1003]):
+        inputs = [random_tensor(count * me.size, dtype, rank, 3) for rank in range(me.size)]
+        mine = [x[me.rank * count : (me.rank + 1) * count] for x in inputs]
+        output = poisoned(count, dtype)
+        dist.reduce_scatter_tensor(output, inputs[me.rank], OPS[op][0]())
+        assert_reduced(output, mine, op, f"reduce_scatter_tensor {op} {dtype} {count}")
+
+        output = poisoned(count, dtype)
+        chunks = [chunk.clone() for chunk in inputs[me.rank].split(count)] if count else None
+        dist.reduce_scatter(
+            output, chunks or [output.clone() for _ in range(me.size)], OPS[op][0]()
+        )
+        assert_reduced(output, mine, op, f"reduce_scatter {op} {dtype} {count}")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_reduce_scatter(size, tmp_path):
+    run(reduce_scatter_everything, size, tmp_path)
+
+
+def reduce_scatter_in_place(me: Rank) -> None:
+    for count in (5, LARGE // me.size):
+        inputs = [random_tensor(count * me.size, torch.float32, rank, 4) for rank in range(me.size)]
+        whole = inputs[me.rank].clone()
+        mine = whole[me.rank * count : (me.rank + 1) * count]
+        dist.reduce_scatter_tensor(mine, whole)
+        expected = [x[me.rank * count : (me.rank + 1) * count] for x in inputs]
+        assert_reduced(mine, expected, "sum", f"in place, {count}")
+
+
+def all_gather_in_place(me: Rank) -> None:
+    for count in (5, LARGE // me.size):
+        inputs = [random_tensor(count, torch.float32, rank, 5) for rank in range(me.size)]
+        whole = poisoned(count * me.size, torch.float32)
+        mine = whole[me.rank * count : (me.rank + 1) * count]
+        mine.copy_(inputs[me.rank])
+        dist.all_gather_into_tensor(whole, mine)
+        assert same_bits(whole, torch.cat(inputs))
+
+
+@pytest.mark.parametrize("function", [reduce_scatter_in_place, all_gather_in_place])
+def test_in_place(function, tmp_path):
+    run(function, 3, tmp_path)
+
+
+def reduce_scatter_uneven(me: Rank) -> None:
+    counts = [3 * rank + 1 for rank in range(me.size)]
+    inputs = [random_tensor(sum(counts), torch.float32, rank, 6) for rank in range(me.size)]
+    output = poisoned(counts[me.rank], torch.float32)
+    dist.reduce_scatter(output, list(inputs[me.rank].split(counts)))
+    assert_reduced(output, [x.split(counts)[me.rank] for x in inputs], "sum", "uneven")
+
+
+def test_reduce_scatter_uneven(tmp_path):
+    run(reduce_scatter_uneven, 3, tmp_path)
+
+
+def move_everything(me: Rank) -> None:
+    for dtype, count in itertools.product(MOVABLE, COUNTS):
+        what = f"{dtype} {count}"
+        inputs = [random_tensor(count, dtype, rank, 7) for rank in range(me.size)]
+        mine = inputs[me.rank]
+
+        for root in range(me.size):
+            tensor = mine.clone() if me.rank == root else poisoned(count, dtype)
+            dist.broadcast(tensor, root)
+            assert same_bits(tensor, inputs[root]), f"broadcast {what} from {root}"
+
+        output = poisoned(count * me.size, dtype)
+        dist.all_gather_into_tensor(output, mine)
+        assert same_bits(output, torch.cat(inputs)), f"all_gather_into_tensor {what}"
+
+        outputs = [poisoned(count, dtype) for _ in inputs]
+        dist.all_gather(outputs, mine)
+        assert all(map(same_bits, outputs, inputs)), f"all_gather {what}"
+
+        root = me.size - 1
+        outputs = [poisoned(count, dtype) for _ in inputs]
+        dist.gather(mine, outputs if me.rank == root else None, root)
+        if me.rank == root:
+            assert all(map(same_bits, outputs, inputs)), f"gather {what}"
+
+        tensor = poisoned(count, dtype)
+        dist.scatter(tensor, inputs if me.rank == root else None, root)
+        assert same_bits(tensor, mine), f"scatter {what}"
+
+        # Rank r sends s the tensor of key (r, s).
+        pairs = [[random_tensor(count, dtype, r, s, 8) for s in range(me.size)] for r in range(me.size)]
+        expected = [pairs[r][me.rank] for r in range(me.size)]
+        outputs = [poisoned(count, dtype) for _ in inputs]
+        dist.all_to_all(outputs, pairs[me.rank])
+        assert all(map(same_bits, outputs, expected)), f"all_to_all {what}"
+
+        output = poisoned(count * me.size, dtype)
+        dist.all_to_all_single(output, torch.cat(pairs[me.rank]))
+        assert same_bits(output, torch.cat(expected)), f"all_to_all_single {what}"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_moves(size, tmp_path):
+    run(move_everything, size, tmp_path)
+
+
+def move_large(me: Rank) -> None:
+    inputs = [random_tensor(LARGE, torch.int32, rank, 9) for rank in range(me.size)]
+    mine = inputs[me.rank]
+    tensor = mine.clone() if me.rank == 1 else poisoned(LARGE, torch.int32)
+    dist.broadcast(tensor, 1)
+    assert same_bits(tensor, inputs[1])
+    outputs = [poisoned(LARGE, torch.int32) for _ in inputs]
+    dist.all_gather(outputs, mine)
+    assert all(map(same_bits, outputs, inputs))
+    dist.gather(mine, outputs if me.rank == 0 else None, 0)
+    tensor = poisoned(LARGE, torch.int32)
+    dist.scatter(tensor, inputs if me.rank == 0 else None, 0)
+    assert same_bits(tensor, mine)
+    output = poisoned(LARGE // me.size * me.size, torch.int32)
+    dist.all_to_all_single(output, mine[: len(output)].clone())
+    piece = LARGE // me.size
+    expected = [x[me.rank * piece : (me.rank + 1) * piece] for x in inputs]
+    assert same_bits(output, torch.cat(expected))
+
+
+def test_moves_large(tmp_path):
+    run(move_large, 3, tmp_path)
+
+
+def uneven_gather_and_all_to_all(me: Rank) -> None:
+    counts = [0, 5, 1, 1003][: me.size]
+    inputs = [random_tensor(count, torch.float32, rank, 10) for rank, count in enumerate(counts)]
+    outputs = [poisoned(count, torch.float32) for count in counts]
+    dist.all_gather(outputs, inputs[me.rank])
+    assert all(map(same_bits, outputs, inputs))
+
+    # Rank r sends s (r + 2 s) % 5 rows of 3.
+    rows = [[(r + 2 * s) % 5 for s in range(me.size)] for r in range(me.size)]
+    sent = [random_tensor(3 * sum(rows[r]), torch.float64, r, 11).view(-1, 3) for r in range(me.size)]
+    received_rows = [rows[r][me.rank] for r in range(me.size)]
+    output = poisoned(3 * sum(received_rows), torch.float64).view(-1, 3)
+    dist.all_to_all_single(output, sent[me.rank], received_rows, rows[me.rank])
+    expected = [sent[r].split(rows[r])[me.rank] for r in range(me.size)]
+    assert same_bits(output, torch.cat(expected))
+
+    outputs = [poisoned(3 * n, torch.float64).view(-1, 3) for n in received_rows]
+    dist.all_to_all(outputs, list(sent[me.rank].split(rows[me.rank])))
+    assert all(map(same_bits, outputs, expected))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_uneven(size, tmp_path):
+    run(uneven_gather_and_all_to_all, size, tmp_path)
+
+
+def coalesced_virtuals(me: Rank) -> None:
+    """The ones that functional collectives always use."""
+    counts = [3, 0, 1001]
+    world = dist.group.WORLD
+    inputs = [[random_tensor(n, torch.float32, r, 12) for n in counts] for r in range(me.size)]
+
+    tensors = [x.clone() for x in inputs[me.rank]]
+    world.allreduce_coalesced(tensors).wait()
+    for i, tensor in enumerate(tensors):
+        assert_reduced(tensor, [x[i] for x in inputs], "sum", "allreduce_coalesced")
+
+    outputs = [poisoned(n * me.size, torch.float32) for n in counts]
+    world.allgather_into_tensor_coalesced(outputs, inputs[me.rank]).wait()
+    for i, output in enumerate(outputs):
+        assert same_bits(output, torch.cat([x[i] for x in inputs]))
+
+    wide = [[random_tensor(n * me.size, torch.float32, r, 13) for n in counts] for r in range(me.size)]
+    outputs = [poisoned(n, torch.float32) for n in counts]
+    world.reduce_scatter_tensor_coalesced(outputs, wide[me.rank]).wait()
+    for i, n in enumerate(counts):
+        mine = [x[i][me.rank * n : (me.rank + 1) * n] for x in wide]
+        assert_reduced(outputs[i], mine, "sum", "reduce_scatter_tensor_coalesced")
+
+
+def functional_collectives(me: Rank) -> None:
+    import torch.distributed._functional_collectives as funcol
+
+    inputs = [random_tensor(8 * me.size, torch.float32, rank, 14) for rank in range(me.size)]
+    mine = inputs[me.rank]
+    world = dist.group.WORLD
+    assert_reduced(funcol.all_reduce(mine, "sum", world) + 0, inputs, "sum", "funcol")
+    gathered = funcol.all_gather_tensor(mine, 0, world) + 0
+    assert same_bits(gathered, torch.cat(inputs))
+    scattered = funcol.reduce_scatter_tensor(mine, "avg", 0, world) + 0
+    expected = [x[me.rank * 8 : (me.rank + 1) * 8] for x in inputs]
+    assert_reduced(scattered, expected, "avg", "funcol")
+    exchanged = funcol.all_to_all_single(mine, None, None, world) + 0
+    assert same_bits(exchanged, torch.cat(expected))
+
+
+def object_collectives(me: Rank) -> None:
+    gathered = [None] * me.size
+    dist.all_gather_object(gathered, {"rank": me.rank, "text": "x" * me.rank})
+    assert gathered == [{"rank": r, "text": "x" * r} for r in range(me.size)]
+    box = [me.rank, "left alone"] if me.rank == 0 else [None, None]
+    dist.broadcast_object_list(box, 0)
+    assert box == [0, "left alone"]
+
+
+@pytest.mark.parametrize(
+    "function", [coalesced_virtuals, functional_collectives, object_collectives]
+)
+@pytest.mark.parametrize("size", [1, 3])
+def test_other_ways_in(function, size, tmp_path):
+    run(function, size, tmp_path)
+
+
+def channels_last(me: Rank) -> None:
+    tensor = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    mine = tensor.clone()
+    dist.all_reduce(tensor)
+    dist.broadcast(mine, 0)
+    assert tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_channels_last(tmp_path):
+    run(channels_last, 2, tmp_path)
+
+
+def barriers(me: Rank) -> None:
+    import time
+
+    for _ in range(20):
+        dist.barrier()
+    if me.rank == 1:
+        time.sleep(0.3)
+    began = time.monotonic()
+    dist.barrier()
+    if me.rank != 1:
+        assert time.monotonic() - began > 0.2, "left the barrier before rank 1 came"
+
+
+def test_barrier(tmp_path):
+    run(barriers, 3, tmp_path)
+
+
+def more_than_two_to_the_31(me: Rank) -> None:
+    count = 2**31 + 3
+    tensor = torch.zeros(count, dtype=torch.uint8)
+    if me.rank == 0:
+        tensor[-1], tensor[2**31], tensor[0] = 1, 2, 3
+    dist.broadcast(tensor, 0)
+    assert (tensor[-1], tensor[2**31], tensor[0], tensor[2**31 - 1]) == (1, 2, 3, 0)
+
+
+def test_more_than_two_to_the_31_elements(tmp_path):
+    run(more_than_two_to_the_31, 2, tmp_path)

@@ -1,0 +1,35 @@
+"""What torch.distributed has no name for: aborting a group, and going on without a lost rank.
+
+try:
+    loss.backward()
+except torch.distributed.DistBackendError:
+    torch_gpumode.distributed.rebuild()  # the survivors agree who is left, and go on
+"""
+
+from torch_gpumode.distributed._groups import (
+    abort,
+    get_reconfigure_handle,
+    reconfigure,
+    set_as_default,
+)
+from torch_gpumode.distributed._rebuild import rebuild
+from torch_gpumode.distributed.exceptions import (
+    CollectiveAborted,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    PeerLost,
+    WorldTooSmall,
+)
+
+__all__ = [
+    "CollectiveAborted",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "PeerLost",
+    "WorldTooSmall",
+    "abort",
+    "get_reconfigure_handle",
+    "rebuild",
+    "reconfigure",
+    "set_as_default",
+]

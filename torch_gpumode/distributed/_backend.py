@@ -1,0 +1,64 @@
+"""Makes the backend of a new group, for torch.distributed."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+from typing import Any
+
+from torch.distributed import DistBackendError
+
+from torch_gpumode import _extension
+from torch_gpumode.distributed import exceptions
+
+C = _extension.load()
+
+_EXCEPTION_TYPES = {
+    "Aborted": exceptions.CollectiveAborted,
+    "Timeout": exceptions.CollectiveTimeout,
+    "PeerLost": exceptions.PeerLost,
+    "Mismatch": exceptions.CollectiveMismatch,
+    "WorldTooSmall": exceptions.WorldTooSmall,
+    "InvalidArgument": ValueError,
+    "Internal": DistBackendError,
+}
+for _code, _type in _EXCEPTION_TYPES.items():
+    C.set_exception_type(_code, _type)
+
+# A thread that completes futures must not ask for the GIL of an interpreter that is finalising, and
+# a process may exit without destroy_process_group.
+atexit.register(C.shutdown_all)
+
+
+def create(dist_opts: Any, pg_options: Any) -> Any:
+    """Returns a backend that is open, or on torch before 2.14 the process group around it.
+
+    Meets the other ranks in `dist_opts.store`, at most for `dist_opts.timeout`; not with world
+    size 1, nor with `enable_reconfigure` (torch 2.14), which leaves it to `reconfigure`.
+
+    Args:
+        dist_opts: torch's _DistributedBackendOptions.
+        pg_options: None, or `torch_gpumode._C.Options`, which are copied; their timeout is
+            overridden by that of `dist_opts`.
+
+    Raises:
+        ValueError: `pg_options` is of another backend.
+        torch.distributed.DistStoreError: some ranks, which it names, did not come in time, or the
+            store is gone.
+    """
+    if pg_options is None:
+        options = C.Options()
+    elif isinstance(pg_options, C.Options):
+        options = copy.deepcopy(pg_options)
+    else:
+        raise ValueError(
+            f"pg_options: expected torch_gpumode._C.Options or None, got {type(pg_options)}"
+        )
+    options._timeout = dist_opts.timeout
+    options.group_name = dist_opts.group_id
+    options.global_ranks_in_group = dist_opts.global_ranks_in_group
+    options.enable_reconfigure |= getattr(dist_opts, "enable_reconfigure", False)
+    backend = C.Backend(dist_opts.store, dist_opts.group_rank, dist_opts.group_size, options)
+    if hasattr(C, "make_group"):
+        return C.make_group(dist_opts.store, backend)
+    return backend
