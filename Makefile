@@ -33,6 +33,7 @@ else
   PY := $(VENV)/bin/python
   torch_there := $(VENV)/installed-$(subst /,_,$(subst =,-,$(TORCH)))
 endif
+jobs := $(or $(MAX_JOBS),$(shell nproc))
 pip = $(1) -m pip install --disable-pip-version-check -qq
 
 # What has been done for this environment. Stamps, because pip takes seconds to find out that
@@ -94,7 +95,8 @@ format: $(stamps)/lint
 	$(PY) -m clang_format -i $(cxx_files)
 
 test-cpp:
-	$(MAKE) -C tests/cpp check
+	@$(MAKE) -s -C tests/cpp -j$(jobs) all
+	$(MAKE) -s -C tests/cpp check
 
 # Whatever torch the environment has: .cu files include none of it.
 test-cuda:

@@ -13,6 +13,9 @@
 #include "c10d/backend.h"
 #include "c10d/exceptions.h"
 #include "c10d/group.h"
+#ifdef GPUMODE_WITH_CUDA
+#include "symm/copy.h"
+#endif
 
 // Everything that Python sees of the extension. No function here waits with the GIL held.
 namespace gpumode {
@@ -97,6 +100,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         throw py::value_error("code: unknown code " + code);
       },
       py::arg("code"), py::arg("type"), "The class that failures of this code are raised as.");
+#ifdef GPUMODE_WITH_CUDA
+  m.def(
+      "copy",
+      [](uintptr_t dst, uintptr_t src, int64_t nbytes, int num_sms, uintptr_t stream) {
+        throw_if_failed(copy(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src),
+                             nbytes, num_sms, reinterpret_cast<void*>(stream)));
+      },
+      py::arg("dst"), py::arg("src"), py::arg("nbytes"), py::arg("num_sms"), py::arg("stream"),
+      NoGil(), "Copies bytes between addresses that the current CUDA device can access.");
+#endif
   m.def("shutdown_all", &shutdown_all, NoGil(),
         "Shuts down every group of this process; called at exit.");
 }
