@@ -18,7 +18,7 @@ class Communicator;
 // One submitted op. Thread-safe. Outlives its communicator if somebody keeps it.
 class Op {
  public:
-  Tag tag() const { return tag_; }  // seq 0 if the gate was closed
+  Tag tag() const { return tag_; }                       // seq 0 if the gate was closed
   Collective collective() const { return collective_; }  // of the first part
   bool done() const { return done_.load(std::memory_order_acquire); }
   // Valid once done.
@@ -29,7 +29,8 @@ class Op {
   Duration timeout() const { return timeout_; }
 
   // Runs `callback` when the op is done: at once if it is, else on the thread that completes it,
-  // which holds no lock of ours meanwhile. It must not wait for an op, nor destroy the communicator.
+  // which holds no lock of ours meanwhile. It must not wait for an op, nor destroy the
+  // communicator.
   void on_done(std::function<void()> callback);
 
  private:
@@ -50,7 +51,7 @@ class Op {
 };
 
 struct SubmitOptions {
-  Duration timeout{};              // 0: the communicator's
+  Duration timeout{};  // 0: the communicator's
   Lane lane;
   std::shared_ptr<void> keepalive;  // owns the buffers; released when the op is done
   // The caller will wait at once: run the op on this thread instead of waking the worker.

@@ -4,50 +4,82 @@ namespace gpumode {
 
 const char* name(Collective collective) {
   switch (collective) {
-    case Collective::Broadcast: return "broadcast";
-    case Collective::AllReduce: return "all_reduce";
-    case Collective::Reduce: return "reduce";
-    case Collective::AllGather: return "all_gather";
-    case Collective::ReduceScatter: return "reduce_scatter";
-    case Collective::Gather: return "gather";
-    case Collective::Scatter: return "scatter";
-    case Collective::AllToAll: return "all_to_all";
-    case Collective::Barrier: return "barrier";
-    case Collective::Send: return "send";
-    case Collective::Recv: return "recv";
+    case Collective::Broadcast:
+      return "broadcast";
+    case Collective::AllReduce:
+      return "all_reduce";
+    case Collective::Reduce:
+      return "reduce";
+    case Collective::AllGather:
+      return "all_gather";
+    case Collective::ReduceScatter:
+      return "reduce_scatter";
+    case Collective::Gather:
+      return "gather";
+    case Collective::Scatter:
+      return "scatter";
+    case Collective::AllToAll:
+      return "all_to_all";
+    case Collective::Barrier:
+      return "barrier";
+    case Collective::Send:
+      return "send";
+    case Collective::Recv:
+      return "recv";
   }
   return "?";
 }
 
 const char* name(DType dtype) {
   switch (dtype) {
-    case DType::F16: return "float16";
-    case DType::BF16: return "bfloat16";
-    case DType::F32: return "float32";
-    case DType::F64: return "float64";
-    case DType::I8: return "int8";
-    case DType::U8: return "uint8";
-    case DType::I16: return "int16";
-    case DType::I32: return "int32";
-    case DType::I64: return "int64";
-    case DType::Bool: return "bool";
-    case DType::C64: return "complex64";
-    case DType::C128: return "complex128";
+    case DType::F16:
+      return "float16";
+    case DType::BF16:
+      return "bfloat16";
+    case DType::F32:
+      return "float32";
+    case DType::F64:
+      return "float64";
+    case DType::I8:
+      return "int8";
+    case DType::U8:
+      return "uint8";
+    case DType::I16:
+      return "int16";
+    case DType::I32:
+      return "int32";
+    case DType::I64:
+      return "int64";
+    case DType::Bool:
+      return "bool";
+    case DType::C64:
+      return "complex64";
+    case DType::C128:
+      return "complex128";
   }
   return "?";
 }
 
 const char* name(ReduceOp op) {
   switch (op) {
-    case ReduceOp::Sum: return "sum";
-    case ReduceOp::Avg: return "avg";
-    case ReduceOp::Product: return "product";
-    case ReduceOp::Min: return "min";
-    case ReduceOp::Max: return "max";
-    case ReduceOp::BAnd: return "band";
-    case ReduceOp::BOr: return "bor";
-    case ReduceOp::BXor: return "bxor";
-    case ReduceOp::PreMulSum: return "premul_sum";
+    case ReduceOp::Sum:
+      return "sum";
+    case ReduceOp::Avg:
+      return "avg";
+    case ReduceOp::Product:
+      return "product";
+    case ReduceOp::Min:
+      return "min";
+    case ReduceOp::Max:
+      return "max";
+    case ReduceOp::BAnd:
+      return "band";
+    case ReduceOp::BOr:
+      return "bor";
+    case ReduceOp::BXor:
+      return "bxor";
+    case ReduceOp::PreMulSum:
+      return "premul_sum";
   }
   return "?";
 }
@@ -56,16 +88,21 @@ size_t itemsize(DType dtype) {
   switch (dtype) {
     case DType::I8:
     case DType::U8:
-    case DType::Bool: return 1;
+    case DType::Bool:
+      return 1;
     case DType::F16:
     case DType::BF16:
-    case DType::I16: return 2;
+    case DType::I16:
+      return 2;
     case DType::F32:
-    case DType::I32: return 4;
+    case DType::I32:
+      return 4;
     case DType::F64:
     case DType::I64:
-    case DType::C64: return 8;
-    case DType::C128: return 16;
+    case DType::C64:
+      return 8;
+    case DType::C128:
+      return 16;
   }
   return 1;
 }
@@ -82,18 +119,23 @@ bool is_reduction(Collective collective) {
 bool supports(ReduceOp op, DType dtype) {
   const bool is_bool = dtype == DType::Bool;
   const bool is_complex = dtype == DType::C64 || dtype == DType::C128;
-  const bool is_float = dtype == DType::F16 || dtype == DType::BF16 || dtype == DType::F32 ||
-                        dtype == DType::F64;
+  const bool is_float =
+      dtype == DType::F16 || dtype == DType::BF16 || dtype == DType::F32 || dtype == DType::F64;
   switch (op) {
     case ReduceOp::Sum:
-    case ReduceOp::Product: return true;
-    case ReduceOp::Avg: return !is_bool;
+    case ReduceOp::Product:
+      return true;
+    case ReduceOp::Avg:
+      return !is_bool;
     case ReduceOp::Min:
-    case ReduceOp::Max: return !is_complex;
+    case ReduceOp::Max:
+      return !is_complex;
     case ReduceOp::BAnd:
     case ReduceOp::BOr:
-    case ReduceOp::BXor: return !is_complex && !is_float;
-    case ReduceOp::PreMulSum: return is_float;
+    case ReduceOp::BXor:
+      return !is_complex && !is_float;
+    case ReduceOp::PreMulSum:
+      return is_float;
   }
   return false;
 }

@@ -45,8 +45,8 @@ class SimWorld {
   void kill(int member);  // never runs again
   void freeze(int member);
   void thaw(int member);
-  bool alive(int member) const;        // the truth
-  bool seen_alive(int member) const;   // what others know
+  bool alive(int member) const;       // the truth
+  bool seen_alive(int member) const;  // what others know
 
   // Virtual time. Runs `event` when the clock reaches `when`.
   void at(TimePoint when, std::function<void()> event);

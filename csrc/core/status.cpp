@@ -4,14 +4,22 @@ namespace gpumode {
 
 const char* name(Code code) {
   switch (code) {
-    case Code::Ok: return "Ok";
-    case Code::Aborted: return "Aborted";
-    case Code::Timeout: return "Timeout";
-    case Code::PeerLost: return "PeerLost";
-    case Code::Mismatch: return "Mismatch";
-    case Code::WorldTooSmall: return "WorldTooSmall";
-    case Code::InvalidArgument: return "InvalidArgument";
-    case Code::Internal: return "Internal";
+    case Code::Ok:
+      return "Ok";
+    case Code::Aborted:
+      return "Aborted";
+    case Code::Timeout:
+      return "Timeout";
+    case Code::PeerLost:
+      return "PeerLost";
+    case Code::Mismatch:
+      return "Mismatch";
+    case Code::WorldTooSmall:
+      return "WorldTooSmall";
+    case Code::InvalidArgument:
+      return "InvalidArgument";
+    case Code::Internal:
+      return "Internal";
   }
   return "?";
 }

@@ -12,8 +12,8 @@ std::string describe(const WatchedOp& op) {
 
 Status timed_out(const Engine& engine, const WatchedOp& op) {
   std::ostringstream text;
-  text << describe(op) << " timed out after "
-       << std::chrono::duration<double>(op.timeout).count() << " s";
+  text << describe(op) << " timed out after " << std::chrono::duration<double>(op.timeout).count()
+       << " s";
   const std::vector<int> ranks = engine.waiting_for(op.tag);
   if (!ranks.empty()) text << " of waiting for " << name_ranks(ranks);
   return Status(Code::Timeout, text.str(), ranks);
@@ -71,9 +71,9 @@ Verdict Watchdog::check_deaths(const Engine& engine, const Channel& channel,
       if (known_dead_[r]) lost.push_back(r);
     }
     if (lost.empty()) continue;
-    verdict.status = Status(Code::PeerLost,
-                            "lost " + name_ranks(lost) + ", which " + describe(op) + " waits for",
-                            lost);
+    verdict.status =
+        Status(Code::PeerLost,
+               "lost " + name_ranks(lost) + ", which " + describe(op) + " waits for", lost);
     break;
   }
   return verdict;

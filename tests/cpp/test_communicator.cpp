@@ -61,13 +61,16 @@ TEST(Communicator, BlockingOpsEndOnTheCallersThread) {
 
 TEST(Communicator, TheWorkerFinishesWhatNobodyWaitsFor) {
   SimGroup group(2, kReal);
-  std::vector<std::promise<void>> done(2);
-  for (int member : {0, 1}) {
-    const auto op = group[member].submit({all_reduce()}, {});
-    op->on_done([&done, member] { done[member].set_value(); });
-  }
-  for (auto& promise : done) {
-    EXPECT_EQ(promise.get_future().wait_for(kLong), std::future_status::ready);
+  for (int round = 0; round < 3; ++round) {  // the worker is new, then woken
+    std::vector<std::promise<void>> done(2);
+    for (int member : {0, 1}) {
+      const auto op = group[member].submit({all_reduce()}, {});
+      op->on_done([&done, member] { done[member].set_value(); });
+    }
+    for (auto& promise : done) {
+      ASSERT_EQ(promise.get_future().wait_for(kLong), std::future_status::ready);
+    }
+    std::this_thread::sleep_for(milliseconds(2));  // so that the worker sleeps
   }
 }
 
@@ -273,7 +276,7 @@ TEST(Communicator, ACallbackMaySubmitAndAbortButNotWait) {
   std::shared_ptr<Op> next;
   const auto op = group[0].submit({recv_from(1)}, {});
   op->on_done([&] {
-    next = group[0].submit({all_reduce()}, {});
+    next = group[0].submit({all_reduce()}, blocking());  // as if it were not
     waited.set_value(group[0].wait(next));
     group[0].abort(Status(Code::Aborted, "from a callback"));
   });
@@ -287,9 +290,8 @@ TEST(Communicator, ACallbackMaySubmitAndAbortButNotWait) {
 TEST(CommunicatorThreads, AWaiterHandsOverToTheNext) {
   SimGroup group(2, kReal, no_worker());  // no worker would come to the rescue
   const auto op = group[0].submit({all_reduce()}, {});
-  std::thread impatient([&] {
-    EXPECT_EQ(group[0].wait(op, milliseconds(50)).code, Code::Timeout);
-  });
+  std::thread impatient(
+      [&] { EXPECT_EQ(group[0].wait(op, milliseconds(50)).code, Code::Timeout); });
   std::thread patient([&] { EXPECT_TRUE(group[0].wait(op, kLong).ok()); });
   impatient.join();
   EXPECT_TRUE(group[1].submit({all_reduce()}, blocking())->status().ok());
@@ -305,6 +307,25 @@ TEST(CommunicatorThreads, AWaiterHandsOverToTheWorker) {
   EXPECT_TRUE(group[0].submit({recv_from(1, 1)}, blocking())->status().ok());
   group[1].submit({send_to(0, 2)}, {});
   EXPECT_EQ(done.get_future().wait_for(kLong), std::future_status::ready);
+}
+
+// A waiter whose op was finished by the driver wakes up when the role is free, and must not go
+// away with it while ops are left for the worker.
+TEST(CommunicatorThreads, AWaiterThatNeverDroveHandsOverToo) {
+  for (int round = 0; round < 30; ++round) {
+    SimGroup group(2, kReal);
+    std::promise<void> done;
+    const auto left_behind = group[0].submit({recv_from(1, 3)}, {});
+    left_behind->on_done([&] { done.set_value(); });
+    std::thread first([&] { group[0].submit({recv_from(1, 1)}, blocking()); });
+    std::thread second([&] { group[0].submit({recv_from(1, 2)}, blocking()); });
+    if (round % 2) std::this_thread::sleep_for(milliseconds(1));
+    group[1].submit({send_to(0, 1), send_to(0, 2)}, {});
+    first.join();
+    second.join();
+    group[1].submit({send_to(0, 3)}, {});
+    ASSERT_EQ(done.get_future().wait_for(kLong), std::future_status::ready);
+  }
 }
 
 TEST(CommunicatorThreads, AbortFromAnotherThreadWhileSubmitting) {

@@ -26,8 +26,8 @@ class Program {
 
   bool step() {
     bool moved = false;
-    const auto in_flight = std::count_if(ops.begin(), ops.end(),
-                                         [](const auto& op) { return !op->done(); });
+    const auto in_flight =
+        std::count_if(ops.begin(), ops.end(), [](const auto& op) { return !op->done(); });
     if (in_flight < 2 && static_cast<int>(ops.size()) < num_ops_ && !failed()) {
       const int numel = static_cast<int>(ops.size()) == mismatch_at_ ? 7 : 1024;
       SubmitOptions options;
@@ -44,9 +44,8 @@ class Program {
   }
   bool finished() const {
     const bool none_left = failed() || static_cast<int>(ops.size()) == num_ops_;
-    return none_left && std::all_of(ops.begin(), ops.end(), [](const auto& op) {
-             return op->done();
-           });
+    return none_left &&
+           std::all_of(ops.begin(), ops.end(), [](const auto& op) { return op->done(); });
   }
   bool succeeded() const { return finished() && !failed(); }
 
@@ -124,22 +123,24 @@ class Schedule {
         }
         return;
       case 2:
-        world.at(when, [this, victim] {
-          group_[victim].abort(Status(Code::Aborted, "enough"));
-        });
+        world.at(when, [this, victim] { group_[victim].abort(Status(Code::Aborted, "enough")); });
         return;
-      case 3: programs_[victim].mismatch_at(static_cast<int>(seq) - 1); return;
-      case 4: group_.engines[victim]->inject(seq, {Fault::Kind::Hang, {}, {}}); return;
+      case 3:
+        programs_[victim].mismatch_at(static_cast<int>(seq) - 1);
+        return;
+      case 4:
+        group_.engines[victim]->inject(seq, {Fault::Kind::Hang, {}, {}});
+        return;
       case 5:
-        group_.engines[victim]->inject(
-            seq, {Fault::Kind::Delay, {}, draw_time(milliseconds(2000))});
+        group_.engines[victim]->inject(seq,
+                                       {Fault::Kind::Delay, {}, draw_time(milliseconds(2000))});
         return;
       case 6:
         group_.engines[victim]->inject(seq, {Fault::Kind::Fail, Status(Code::Internal, "EIO"), {}});
         return;
       case 7:
-        group_.engines[victim]->inject(
-            seq, {Fault::Kind::Refuse, Status(Code::Internal, "ENOMEM"), {}});
+        group_.engines[victim]->inject(seq,
+                                       {Fault::Kind::Refuse, Status(Code::Internal, "ENOMEM"), {}});
         return;
     }
   }
