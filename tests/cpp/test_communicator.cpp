@@ -315,11 +315,12 @@ TEST(CommunicatorThreads, AWaiterThatNeverDroveHandsOverToo) {
   for (int round = 0; round < 30; ++round) {
     SimGroup group(2, kReal);
     std::promise<void> done;
+    std::thread first([&] { group[0].submit({recv_from(1, 1)}, blocking()); });
+    std::this_thread::sleep_for(milliseconds(1));  // most likely it drives now
     const auto left_behind = group[0].submit({recv_from(1, 3)}, {});
     left_behind->on_done([&] { done.set_value(); });
-    std::thread first([&] { group[0].submit({recv_from(1, 1)}, blocking()); });
     std::thread second([&] { group[0].submit({recv_from(1, 2)}, blocking()); });
-    if (round % 2) std::this_thread::sleep_for(milliseconds(1));
+    std::this_thread::sleep_for(milliseconds(1));
     group[1].submit({send_to(0, 1), send_to(0, 2)}, {});
     first.join();
     second.join();

@@ -12,12 +12,15 @@ namespace {
 
 using Values = std::vector<float>;
 
-// The same on every rank that asks for it.
+// The same on every rank that asks for it. A generator of a few instructions, since these tests run
+// under sanitizers, too.
 Values random_values(size_t n, unsigned seed) {
-  std::mt19937 generator(seed);
-  std::uniform_real_distribution<float> uniform(-1, 1);
+  uint32_t state = seed * 2654435761u + 1;
   Values values(n);
-  for (float& x : values) x = uniform(generator);
+  for (float& x : values) {
+    state = state * 1664525u + 1013904223u;
+    x = static_cast<float>(static_cast<int32_t>(state) >> 8) * 0x1p-23f;
+  }
   return values;
 }
 
@@ -27,7 +30,7 @@ Values poisoned(size_t n) { return Values(n, std::numeric_limits<float>::quiet_N
 std::vector<size_t> interesting_counts() {
   const size_t direct = host::kDirectBytes / sizeof(float);
   const size_t slot = host::kSlotBytes / sizeof(float);
-  return {0, 1, 3, direct, direct + 1, slot - 1, slot + 5, 5 * slot + 77};
+  return {0, 1, 3, direct, direct + 1, slot - 1, 3 * slot + 77};
 }
 
 class Collectives : public testing::TestWithParam<int> {
@@ -203,7 +206,7 @@ TEST_P(Collectives, ReduceScatterGivesEachRankItsSum) {
 
 // Ops of all kinds and sizes, in flight together, with ranks that arrive at different times.
 TEST_P(Collectives, ManyAsynchronousOpsInOneOrder) {
-  constexpr int kOps = 120;
+  constexpr int kOps = 60;
   group.run([&](int r, Communicator& c) {
     std::mt19937 same(99);  // what to do next: the same on all ranks
     std::mt19937 own(r);    // when
@@ -211,7 +214,7 @@ TEST_P(Collectives, ManyAsynchronousOpsInOneOrder) {
     std::vector<std::shared_ptr<Op>> ops;
     std::vector<size_t> counts;
     for (int i = 0; i < kOps; ++i) {
-      const size_t n = same() % 3 == 0 ? same() % 400000 : same() % 100;
+      const size_t n = same() % 3 == 0 ? same() % 200000 : same() % 100;
       counts.push_back(n);
       buffers[i] = random_values(n, 1000 * i + r);
       OpDesc op;
