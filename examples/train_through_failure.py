@@ -251,11 +251,11 @@ def report(args: argparse.Namespace, store: dist.Store, log: Log, state: str, ra
             print(f"  {row[0]:4.0f}" + "".join(f"{ms:17.1f}" for ms in row[1:]))
         print(f"backward() raised {log.errors[0]}")
     print(f"{len(table)} ranks hold bit-identical parameters and optimizer states: {state[:16]}")
-    plot(args, log, table[:, -1].max().item())
+    plot(args, log, len(table), table[:, -1].max().item())
     print(f"loss curve: {args.out}")
 
 
-def plot(args: argparse.Namespace, log: Log, resumed_ms: float) -> None:
+def plot(args: argparse.Namespace, log: Log, ranks: int, resumed_ms: float) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -269,13 +269,12 @@ def plot(args: argparse.Namespace, log: Log, resumed_ms: float) -> None:
     steps = range(1, len(losses) + 1)
     axes.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="training, each step")
     axes.plot(steps, smooth, color="#08519c", linewidth=2, label="training, smoothed")
-    axes.plot(
-        *zip(*log.validation.items(), strict=True), "o", color="#e6550d", label="held-out files"
-    )
+    val_steps, val_losses = zip(*log.validation.items(), strict=True)
+    axes.plot(val_steps, val_losses, "o", color="#e6550d", label="held-out files", clip_on=False)
     if args.kill:
         axes.axvline(args.kill_at, color="#a50f15", linestyle="--", linewidth=1.2)
         axes.annotate(
-            f"rank {KILLED_RANK} killed\nnext step done {resumed_ms:.0f} ms later",
+            f"rank {KILLED_RANK} of {ranks + 1} killed,\nnext step done {resumed_ms:.0f} ms later",
             (args.kill_at, 0.86),
             (8, 0),
             xycoords=("data", "axes fraction"),
