@@ -36,7 +36,8 @@ Backend::Backend(StorePtr store, int rank, int size, c10::intrusive_ptr<BackendO
                     options_->timeout.count(), " ms");
   Communicator::Options communicator_options;
   communicator_options.timeout = options_->timeout;
-  communicator_ = std::make_shared<Communicator>(choose_engine(rank), communicator_options);
+  communicator_ =
+      std::make_shared<Communicator>(choose_engine(rank, options_->spin), communicator_options);
   if (!options_->enable_reconfigure) {
     open(store);
   }

@@ -5,9 +5,10 @@
 
 namespace gpumode {
 
-std::unique_ptr<Engine> choose_engine(int rank) {
+std::unique_ptr<Engine> choose_engine(int rank, Duration spin) {
   host::EngineOptions options;
   options.initial_rank = rank;
+  options.spin = spin;
   Status status;
   auto engine = host::make_engine(options, &status);
   throw_if_failed(status);

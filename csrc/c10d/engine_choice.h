@@ -7,7 +7,8 @@
 namespace gpumode {
 
 // The data plane of a new group; the one place of this folder that knows which ones there are.
-// Throws if the operating system refuses what it needs.
-std::unique_ptr<Engine> choose_engine(int rank);
+// A rank that waits polls for `spin` before it sleeps; negative: the data plane decides. Throws if
+// the operating system refuses what it needs.
+std::unique_ptr<Engine> choose_engine(int rank, Duration spin);
 
 }  // namespace gpumode

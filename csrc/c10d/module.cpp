@@ -34,7 +34,8 @@ void bind_options(py::module_& m) {
 #ifndef C10D_BACKEND_HAS_RECONFIGURE
       .def_readwrite("enable_reconfigure", &BackendOptions::enable_reconfigure)
 #endif
-      .def_readwrite("group_desc", &BackendOptions::group_desc);
+      .def_readwrite("group_desc", &BackendOptions::group_desc)
+      .def_readwrite("spin", &BackendOptions::spin);
 }
 
 // (code, message, ranks), or None while the group works.

@@ -14,6 +14,9 @@ struct BackendOptions : ::c10d::Backend::Options {
     return c10::make_intrusive<BackendOptions>(*this);
   }
 
+  // How long a rank that waits polls before it sleeps; negative: the data plane decides.
+  std::chrono::microseconds spin{-1};
+
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   c10::intrusive_ptr<Options> clone() const override { return copy(); }
 #else

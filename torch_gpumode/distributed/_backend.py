@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import atexit
 import copy
+from datetime import timedelta
 from typing import Any
 
 from torch.distributed import DistBackendError
 
-from torch_gpumode import _extension
+from torch_gpumode import _extension, config
 from torch_gpumode.distributed import exceptions
 
 C = _extension.load()
@@ -42,7 +43,7 @@ def create(dist_opts: Any, pg_options: Any) -> Any:
             overridden by that of `dist_opts`.
 
     Raises:
-        ValueError: `pg_options` is of another backend.
+        ValueError: `pg_options` is of another backend, or a TORCH_GPUMODE_* variable is wrong.
         torch.distributed.DistStoreError: some ranks, which it names, did not come in time, or the
             store is gone.
     """
@@ -54,6 +55,9 @@ def create(dist_opts: Any, pg_options: Any) -> Any:
         raise ValueError(
             f"pg_options: expected torch_gpumode._C.Options or None, got {type(pg_options)}"
         )
+    spin_us = config.load().spin_us
+    if spin_us is not None:
+        options.spin = timedelta(microseconds=spin_us)
     options._timeout = dist_opts.timeout
     options.group_name = dist_opts.group_id
     options.global_ranks_in_group = dist_opts.global_ranks_in_group
