@@ -43,7 +43,7 @@ def test_the_command_succeeds_and_tests_two_ranks(tmp_path):
 def test_an_unknown_variable_is_a_problem_that_names_the_near_match():
     report = env.collect({"TORCH_GPUMODE_SPINUS": "10"})
     assert len(report.problems) == 1
-    assert "did you mean TORCH_GPUMODE_SPIN_US?" in report.problems[0]
+    assert "did you mean TORCH_GPUMODE_SPIN_US:" in report.problems[0]
 
 
 @pytest.mark.parametrize(

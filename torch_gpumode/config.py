@@ -70,11 +70,13 @@ def load(environ: Mapping[str, str] = os.environ) -> Config:
 
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Returns what is wrong with each TORCH_GPUMODE_* variable that nobody reads."""
-    known = [PREFIX + setting.name.upper() for setting in fields(Config)]
+    known = [setting.name.upper() for setting in fields(Config)]
     messages = {}
-    for name in sorted(environ):
-        if name.startswith(PREFIX) and name not in known:
+    for variable in sorted(name for name in environ if name.startswith(PREFIX)):
+        name = variable.removeprefix(PREFIX)
+        if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-            messages[name] = f"{name} is not a known variable; {hint}"
+            hint = "did you mean" if near else "known are"
+            names = ", ".join(PREFIX + name for name in near or known)
+            messages[variable] = f"{variable} is not a known variable; {hint} {names}"
     return messages
