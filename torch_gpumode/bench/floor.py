@@ -41,7 +41,8 @@ def floor_nbytes(op: str, world_size: int, size: int, *, in_place: bool) -> floa
     send_recv       each rank copies in and copies out           4
 
     Divided by the bandwidth of copying (bytes read + written per second, by all ranks at the same
-    time), it gives a floor for the time.
+    time), it gives a floor for the time. A pipeline whose shared buffers stay in a cache can beat
+    it, where copies of the whole message go to memory.
     """
     w = world_size
     if w == 1:

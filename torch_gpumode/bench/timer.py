@@ -1,11 +1,14 @@
 """Times of several contenders, measured alternately on all ranks."""
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+
+_COPY_POOL_NBYTES = 2**26
 
 
 def time_alternately(
@@ -43,7 +46,18 @@ def time_alternately(
 
 
 def copy_call(nbytes: int) -> Callable[[], object]:
-    """Copies `nbytes` between two tensors: reads and writes that many each."""
-    source = torch.ones(nbytes, dtype=torch.uint8)
-    target = torch.zeros(nbytes, dtype=torch.uint8)
-    return lambda: target.copy_(source)
+    """Copies `nbytes` between two tensors: reads and writes that many each.
+
+    Each call takes the next ones of a pool that no cache of a core holds, because what another
+    rank has written is not there either.
+    """
+    num_tensors = max(1, _COPY_POOL_NBYTES // nbytes)
+    sources = torch.ones(num_tensors, nbytes, dtype=torch.uint8)
+    targets = torch.zeros(num_tensors, nbytes, dtype=torch.uint8)
+    pairs = itertools.cycle(zip(targets, sources, strict=True))
+
+    def copy() -> None:
+        target, source = next(pairs)
+        target.copy_(source)
+
+    return copy
