@@ -41,11 +41,12 @@ class Rank:
     rank: int
     size: int
     folder: Path
+    _port: int
     _connection: Connection
 
     def store(self, name: str = "store") -> dist.Store:
-        """Returns the ranks' own view of a store that all of them share."""
-        return dist.FileStore(str(self.folder / name), self.size)
+        """Returns a store that all ranks and the test share, and that outlives any rank."""
+        return _open_store(self._port, name)
 
     def init(self, timeout_s: float = 30.0, **kwargs: Any) -> None:
         kwargs.setdefault("store", self.store())
@@ -90,9 +91,13 @@ class Ranks:
         self._done: list[tuple[str, Any] | None] = [None] * size
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
+        mine, theirs = _context.Pipe()
+        self._server = _context.Process(target=_serve_store, args=(theirs, limit_s), daemon=True)
+        self._server.start()
+        self._port = mine.recv()
         for rank in range(size):
             mine, theirs = _context.Pipe()
-            me = Rank(rank, size, self.folder, theirs)
+            me = Rank(rank, size, self.folder, self._port, theirs)
             process = _context.Process(
                 target=_main, args=(me, function, args, init, timeout_s, limit_s), daemon=True
             )
@@ -105,12 +110,15 @@ class Ranks:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for process in self._processes:
+        for process in [*self._processes, self._server]:
             if process.is_alive():
                 process.kill()
             process.join()
         for connection in self._connections:
             connection.close()
+
+    def store(self, name: str) -> dist.Store:
+        return _open_store(self._port, name)
 
     def pid(self, rank: int) -> int:
         return self._processes[rank].pid
@@ -173,6 +181,18 @@ def run(function: Callable[..., Any], size: int, folder: Path, *args: Any, **kwa
     """Returns what `function` returned on each rank; see Ranks."""
     with Ranks(function, size, folder, *args, **kwargs) as ranks:
         return ranks.join()
+
+
+def _open_store(port: int, name: str) -> dist.Store:
+    client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+    return dist.PrefixStore(name, client)
+
+
+def _serve_store(connection: Connection, limit_s: float) -> None:
+    """A process of its own, so that no rank's death takes the store away."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connection.send(server.port)
+    time.sleep(limit_s)
 
 
 def _main(

@@ -163,6 +163,7 @@ class Backend : public ::c10d::Backend {
 
   void open(const StorePtr& store);
   std::shared_ptr<Communicator> communicator() const;
+  bool is_shut_down() const;
   Status join(const Membership& membership, int rank, Duration timeout);
 
   WorkPtr run(Call call);

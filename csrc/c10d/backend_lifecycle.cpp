@@ -95,6 +95,11 @@ void Backend::shutdown() {
   // be in an op that is done here.
 }
 
+bool Backend::is_shut_down() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return communicator_ == nullptr;
+}
+
 // Hooks
 
 void Backend::registerOnCompletionHook(
@@ -150,7 +155,7 @@ c10::intrusive_ptr<::c10d::Backend> Backend::split(const StorePtr& store,
   std::lock_guard<std::mutex> lock(children_mutex_);
   auto& child = children_.try_emplace(opts->group_name, c10::intrusive_ptr<Backend>())
                     .first->second;
-  if (auto alive = child.lock()) {
+  if (auto alive = child.lock(); alive != nullptr && !alive->is_shut_down()) {
     return alive;
   }
   auto options = c10::make_intrusive<BackendOptions>(opts->timeout);

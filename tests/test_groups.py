@@ -1,0 +1,194 @@
+"""Groups made from groups: new_group, split_group, DeviceMesh; options; many of them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from _ranks import Rank, run
+from torch.distributed.device_mesh import init_device_mesh
+
+import torch_gpumode.distributed as gd
+
+
+def total(group: dist.ProcessGroup) -> float:
+    tensor = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def new_groups(me: Rank) -> None:
+    evens, odds = dist.new_group([0, 2]), dist.new_group([1, 3])
+    mine = evens if me.rank % 2 == 0 else odds
+    assert total(mine) == (2 if me.rank % 2 == 0 else 4)
+    assert dist.get_rank(mine) == me.rank // 2
+    one = dist.new_group([3])
+    if me.rank == 3:
+        assert total(one) == 3
+    local = dist.new_group([0, 1], use_local_synchronization=True) if me.rank < 2 else None
+    if local is not None:
+        assert total(local) == 1
+    dist.destroy_process_group(mine)
+    assert total(dist.group.WORLD) == 6
+
+
+def test_new_group(tmp_path):
+    run(new_groups, 4, tmp_path)
+
+
+def split_groups(me: Rank) -> None:
+    """torch wants an accelerator for split_group, so the C++ function below it is called."""
+    world = dist.group.WORLD
+    world.bound_device_id = torch.device("cuda:0")
+    mine = [[0, 2], [3, 1]][me.rank % 2]  # the order is that of the new ranks
+    for _ in range(2):
+        child = world.split_group(mine, group_name=f"split{me.rank % 2}", timeout=timedelta(seconds=9))
+        assert child.size() == 2
+        assert child.rank() == mine.index(me.rank)
+        tensor = torch.tensor([float(me.rank)])
+        child.allreduce([tensor]).wait()
+        assert tensor.item() == sum(mine)
+        backend = child._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == timedelta(seconds=9)
+        assert world._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=30)
+        assert backend is child._get_backend(torch.device("cuda"))
+        child.shutdown()
+    outside = world.split_group([0, 1], group_name="pair") if me.rank < 2 else None
+    assert (outside is not None) == (me.rank < 2)
+    world._get_backend(torch.device("cpu")).perform_nocolor_split(torch.device("cuda:0"))
+
+
+def test_split_group(tmp_path):
+    run(split_groups, 4, tmp_path)
+
+
+def meshes(me: Rank) -> None:
+    for shape in [(8,), (2, 4), (2, 2, 2)]:
+        names = tuple("abc"[: len(shape)])
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        for dim in range(len(shape)):
+            group = mesh.get_group(dim)
+            members = dist.get_process_group_ranks(group)
+            assert me.rank in members
+            assert total(group) == sum(members)
+    flat = mesh["a", "b"]._flatten("ab")
+    assert total(flat.get_group()) == sum(dist.get_process_group_ranks(flat.get_group()))
+    if hasattr(mesh, "_unflatten"):
+        flat_mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("all",))
+        parts = flat_mesh._unflatten(0, (2, 4), ("x", "y"))
+        assert total(parts["y"].get_group()) == sum(
+            dist.get_process_group_ranks(parts["y"].get_group())
+        )
+
+
+def test_device_mesh(tmp_path):
+    run(meshes, 8, tmp_path)
+
+
+def mesh_with_device_id(me: Rank) -> None:
+    """Case B2: a bound device makes DeviceMesh call split_group; the tensors stay on the CPU.
+
+    There need not be such a device: what is tested is that the backend splits.
+    """
+    torch.accelerator.is_available = lambda: True
+    torch.accelerator.current_accelerator = lambda *_: torch.device("cuda")
+    dist.group.WORLD.bound_device_id = torch.device("cuda:0")
+    for shape in [(4,), (2, 2), (2, 1, 2)]:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple("abc"[: len(shape)]))
+        for dim in range(len(shape)):
+            group = mesh.get_group(dim)
+            assert total(group) == sum(dist.get_process_group_ranks(group))
+
+
+def test_device_mesh_with_device_id(tmp_path):
+    run(mesh_with_device_id, 4, tmp_path)
+
+
+def options(me: Rank) -> None:
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.supports_splitting
+    assert backend.supports_coalescing
+    given = backend.options
+    copied = copy.deepcopy(given)
+    copied._timeout = timedelta(seconds=7)
+    assert given._timeout == timedelta(seconds=30)
+    assert copied._timeout == timedelta(seconds=7)
+    assert type(copied) is type(given)
+    assert copied.global_ranks_in_group == given.global_ranks_in_group
+    if hasattr(given, "group_name"):
+        assert copied.group_name == given.group_name
+    group = dist.new_group(list(range(me.size)), pg_options=copied, timeout=timedelta(seconds=8))
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=8)
+
+
+def names(me: Rank) -> None:
+    world = dist.group.WORLD
+    assert dist.get_backend() == "gpumode"
+    assert world._get_backend(torch.device("cpu")).name() == "gpumode"
+    assert type(world) is dist.ProcessGroup  # batched point-to-point asks for exactly this
+    cpu, cuda = (world._get_backend(torch.device(device)) for device in ("cpu", "cuda"))
+    assert cpu is cuda
+
+
+def defaults(me: Rank) -> None:
+    gd.set_as_default("cpu")
+    assert dist.get_default_backend_for_device("cpu") == "gpumode"
+
+
+@pytest.mark.parametrize("function", [options, names, defaults])
+def test_properties(function, tmp_path):
+    run(function, 2, tmp_path)
+
+
+def _footprint() -> tuple[int, int, int]:
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    resident_kib = int(status.split("VmRSS:")[1].split()[0])
+    return resident_kib, len(os.listdir("/proc/self/fd")), int(status.split("Threads:")[1].split()[0])
+
+
+def many_groups(me: Rank, rounds: int, warm_up: int) -> None:
+    for i in range(rounds):
+        if i == warm_up:
+            before = _footprint()
+        group = dist.new_group(list(range(me.size)))
+        if i % 10 == 0:
+            tensor = torch.ones(1000)
+            dist.all_reduce(tensor, group=group, async_op=True).wait()
+            assert tensor[0] == me.size
+        dist.destroy_process_group(group)
+    resident_kib, num_fds, num_threads = (a - b for a, b in zip(_footprint(), before, strict=True))
+    assert num_fds <= 0
+    assert num_threads <= 0
+    assert resident_kib < 16 * 1024, f"{resident_kib} KiB more after {rounds - warm_up} groups"
+
+
+def test_a_thousand_groups(tmp_path):
+    """Case B7."""
+    run(many_groups, 2, tmp_path, 1100, 100, limit_s=110)
+
+
+def out_of_order(me: Rank) -> None:
+    """Two groups used in another order by each of two threads do not wait for each other."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    order = groups if me.rank == 0 else groups[::-1]
+    works = [dist.all_reduce(torch.ones(1), group=group, async_op=True) for group in order]
+    for work in works:
+        work.wait()
+    threads = [threading.Thread(target=lambda g=g: total(g)) for g in order]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_groups_in_another_order(tmp_path):
+    run(out_of_order, 2, tmp_path)

@@ -1,0 +1,138 @@
+"""Point-to-point: order, tags, any source, and batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from _ranks import Rank, run
+
+
+def ring(me: Rank) -> None:
+    right, left = (me.rank + 1) % me.size, (me.rank - 1) % me.size
+    for count in (0, 1, 5, 2_000_003):
+        sent = torch.arange(count, dtype=torch.float32) + me.rank
+        received = torch.full((count,), float("nan"))
+        work = dist.isend(sent, right)
+        dist.recv(received, left)
+        work.wait()
+        assert torch.equal(received, torch.arange(count, dtype=torch.float32) + left)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ring(size, tmp_path):
+    run(ring, size, tmp_path)
+
+
+def everybody_sends_first(me: Rank) -> None:
+    """More than any buffer holds, in both directions at once."""
+    peer = 1 - me.rank
+    sent = torch.full((5_000_000,), float(me.rank))
+    received = torch.empty_like(sent)
+    works = [dist.isend(sent, peer), dist.irecv(received, peer)]
+    for work in works:
+        work.wait()
+    assert (received == peer).all()
+
+
+def test_exchange_of_large_messages(tmp_path):
+    run(everybody_sends_first, 2, tmp_path)
+
+
+def tags(me: Rank) -> None:
+    if me.rank == 0:
+        works = [dist.isend(torch.full((3,), float(tag)), 1, tag=tag) for tag in (7, 8, 9)]
+        for work in works:
+            work.wait()
+    else:
+        for tag in (9, 7, 8):
+            received = torch.empty(3)
+            dist.recv(received, 0, tag=tag)
+            assert (received == tag).all()
+
+
+def order_within_a_tag(me: Rank) -> None:
+    if me.rank == 0:
+        for value in range(50):
+            dist.send(torch.tensor([value]), 1)
+    else:
+        received = [torch.empty(1, dtype=torch.int64) for _ in range(50)]
+        works = [dist.irecv(each, 0) for each in received]
+        for work in works:
+            work.wait()
+        assert torch.cat(received).tolist() == list(range(50))
+
+
+@pytest.mark.parametrize("function", [tags, order_within_a_tag])
+def test_matching(function, tmp_path):
+    run(function, 2, tmp_path)
+
+
+def any_source(me: Rank) -> None:
+    if me.rank == 0:
+        sources = []
+        for _ in range(me.size - 1):
+            received = torch.empty(1, dtype=torch.int64)
+            source = dist.recv(received)
+            assert received.item() == source
+            sources.append(source)
+        assert sorted(sources) == list(range(1, me.size))
+        received = torch.empty(1, dtype=torch.int64)
+        work = dist.group.WORLD.recv_anysource([received], 5)
+        work.wait()
+        assert work._source_rank() == received.item() == me.size - 1
+    else:
+        dist.send(torch.tensor([me.rank]), 0)
+        if me.rank == me.size - 1:
+            dist.send(torch.tensor([me.rank]), 0, tag=5)
+
+
+def test_any_source(tmp_path):
+    run(any_source, 4, tmp_path)
+
+
+def batches(me: Rank) -> None:
+    right, left = (me.rank + 1) % me.size, (me.rank - 1) % me.size
+    for step in range(20):
+        sent, received = torch.full((100,), me.rank + 0.5 * step), torch.empty(100)
+        ops = [dist.P2POp(dist.irecv, received, left), dist.P2POp(dist.isend, sent, right)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        assert (received == left + 0.5 * step).all()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_batches(size, tmp_path):
+    run(batches, size, tmp_path)
+
+
+def beside_collectives(me: Rank) -> None:
+    """A receive that waits does not hold up collectives."""
+    received = torch.empty(1)
+    work = dist.irecv(received, 1) if me.rank == 0 else None
+    for _ in range(10):
+        tensor = torch.ones(10)
+        dist.all_reduce(tensor)
+        assert (tensor == me.size).all()
+    if me.rank == 1:
+        dist.send(torch.tensor([3.0]), 0)
+    if work is not None:
+        work.wait()
+        assert received.item() == 3
+
+
+def test_beside_collectives(tmp_path):
+    run(beside_collectives, 2, tmp_path)
+
+
+def objects(me: Rank) -> None:
+    if me.rank == 0:
+        dist.send_object_list([{"a": 1}, "b"], 1)
+    else:
+        box = [None, None]
+        dist.recv_object_list(box, 0)
+        assert box == [{"a": 1}, "b"]
+
+
+def test_objects(tmp_path):
+    run(objects, 2, tmp_path)

@@ -1,0 +1,290 @@
+"""Going on without a lost rank: reconfigure by hand, rebuild by agreement, DDP on top."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from _ranks import Rank, Ranks, run
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_gpumode.distributed as gd
+
+HAS_OWN_HOOKS = hasattr(dist, "_reconfigure")  # torch 2.14
+
+
+def exchange(me: Rank, names: list[int], key: str) -> list[str]:
+    """Returns the handles of the ranks `names`, through a store of the test's own."""
+    store = me.store("handles")
+    store.set(f"{key}/{me.rank}", gd.get_reconfigure_handle())
+    return [store.get(f"{key}/{name}").decode() for name in names]
+
+
+def check_group(size: int, group: dist.ProcessGroup | None = None) -> None:
+    pg = group or dist.group.WORLD
+    assert (pg.size(), dist.get_world_size(pg)) == (size, size)
+    assert pg.rank() == dist.get_rank(pg)
+    tensor = torch.ones(5)
+    dist.all_reduce(tensor, group=pg)
+    assert tensor.tolist() == [float(size)] * 5
+    gathered = [torch.empty(1) for _ in range(size)]
+    dist.all_gather(gathered, torch.tensor([float(dist.get_rank(pg))]), group=pg)
+    assert [t.item() for t in gathered] == list(range(size))
+
+
+def shrink_by_hand(me: Rank) -> None:
+    """The survivors know each other; the group stays the same object."""
+    world = dist.group.WORLD
+    check_group(4)
+    if me.rank == 1:
+        return
+    survivors = [0, 2, 3]
+    gd.reconfigure(7, exchange(me, survivors, "a"))
+    assert world is dist.group.WORLD
+    assert world.rank() == survivors.index(me.rank)
+    check_group(3)
+    assert dist.get_process_group_ranks(world) == [0, 1, 2]
+    tensor = torch.tensor([float(me.rank)])
+    dist.broadcast(tensor, src=2)  # a global rank: the new one
+    assert tensor.item() == 3
+    # Another order, as a list; then none, as a set.
+    gd.reconfigure(8, exchange(me, [3, 0, 2], "b"))
+    assert world.rank() == [3, 0, 2].index(me.rank)
+    check_group(3)
+    gd.reconfigure(9, set(exchange(me, survivors, "c")), timeout=timedelta(seconds=10))
+    assert world.rank() == survivors.index(me.rank)
+    check_group(3)
+
+
+def test_shrink_by_hand(tmp_path):
+    run(shrink_by_hand, 4, tmp_path)
+
+
+def other_groups(me: Rank) -> None:
+    """Global ranks of other groups are translated when the default group shrinks."""
+    pair, trio = dist.new_group([2, 3]), dist.new_group([0, 1, 3])
+    if me.rank == 1:
+        return
+    gd.reconfigure(7, exchange(me, [0, 2, 3], "a"))
+    if me.rank in (2, 3):
+        assert dist.get_process_group_ranks(pair) == [1, 2]
+        assert dist.get_rank(pair) == [2, 3].index(me.rank)
+        check_group(2, pair)
+        tensor = torch.tensor([float(me.rank)])
+        dist.broadcast(tensor, src=1, group=pair)
+        assert tensor.item() == 2
+    if me.rank in (0, 3):
+        assert dist.get_process_group_ranks(trio) == [0, 2]
+        store = me.store("handles")
+        store.set(f"trio/{me.rank}", gd.get_reconfigure_handle(trio))
+        handles = [store.get(f"trio/{rank}").decode() for rank in (0, 3)]
+        gd.reconfigure(5, handles, trio)
+        assert dist.get_process_group_ranks(trio) == [0, 2]
+        assert dist.get_global_rank(trio, 1) == 2
+        check_group(2, trio)
+
+
+def test_other_groups(tmp_path):
+    run(other_groups, 4, tmp_path)
+
+
+def shrink_to_one(me: Rank) -> None:
+    if me.rank == 1:
+        return
+    gd.reconfigure(7, [gd.get_reconfigure_handle()])
+    check_group(1)
+
+
+def test_shrink_to_one(tmp_path):
+    run(shrink_to_one, 2, tmp_path)
+
+
+def grow(me: Rank) -> None:
+    """A group that is opened by reconfigure alone; ranks join that were not there at first."""
+    store = me.store("handles")
+    me.init(enable_reconfigure=True)
+    with pytest.raises((ValueError, dist.DistBackendError)):
+        dist.all_reduce(torch.ones(1))  # it has no members yet
+    store.set(f"handle/{me.rank}", gd.get_reconfigure_handle())
+    handles = [store.get(f"handle/{rank}").decode() for rank in range(me.size)]
+    if me.rank != 2:
+        gd.reconfigure(1, handles[:2])
+        check_group(2)
+    gd.reconfigure(2, handles)
+    check_group(3)
+
+
+@pytest.mark.skipif(not HAS_OWN_HOOKS, reason="enable_reconfigure came with torch 2.14")
+def test_grow(tmp_path):
+    run(grow, 3, tmp_path, init=False)
+
+
+def torch_own_names(me: Rank) -> None:
+    assert dist._supports_reconfigure()
+    handle = dist._get_reconfigure_handle()
+    assert handle == gd.get_reconfigure_handle()
+    handles = exchange(me, [1, 0], "a")
+    dist._reconfigure(uuid=11, handles=handles).wait()
+    assert dist.get_rank() == 1 - me.rank
+    dist._reconfigure(uuid=12, handles=set(handles)).wait()
+    assert dist.get_rank() == me.rank
+    check_group(2)
+    with pytest.raises(ValueError, match="handles: "):
+        dist._reconfigure(uuid=13, handles=["nobody"])
+
+
+@pytest.mark.skipif(not HAS_OWN_HOOKS, reason="torch's own hooks came with 2.14")
+def test_torch_own_names(tmp_path):
+    run(torch_own_names, 2, tmp_path)
+
+
+def rebuild_after_kill(me: Rank, rounds: int) -> list[int]:
+    """One rank after the other is killed; who is left goes on each time."""
+    sizes = []
+    for _ in range(rounds):
+        me.say("ready")
+        with pytest.raises(gd.PeerLost):
+            while True:
+                dist.all_reduce(torch.ones(100_000))
+        gd.rebuild(timeout=timedelta(seconds=20))
+        size = dist.get_world_size()
+        check_group(size)
+        sizes.append(size)
+    return sizes
+
+
+def test_rebuild_after_kill(tmp_path):
+    with Ranks(rebuild_after_kill, 4, tmp_path, 2) as ranks:
+        ranks.heard_from_all()
+        ranks.signal(2, signal.SIGKILL)
+        for rank in (0, 1, 3):
+            ranks.heard(rank)
+        ranks.signal(0, signal.SIGKILL)
+        assert ranks.join(lost=(0, 2))[1] == [3, 2]
+
+
+def die_during_rebuild(me: Rank) -> int:
+    me.say("ready")
+    with pytest.raises(gd.PeerLost):
+        while True:
+            dist.all_reduce(torch.ones(1000))
+    if me.rank == 3:
+        # It posts its handle, and so will be decided on, and dies before it joins.
+        import torch_gpumode.distributed._rebuild as module
+
+        module.reconfigure = lambda *_: signal.raise_signal(signal.SIGKILL)
+    gd.rebuild(timeout=timedelta(seconds=20))
+    check_group(3)
+    return dist.get_rank()
+
+
+def test_second_death_on_the_way(tmp_path):
+    """Case F10: the survivors agree again."""
+    with Ranks(die_during_rebuild, 5, tmp_path) as ranks:
+        ranks.heard_from_all()
+        ranks.signal(1, signal.SIGKILL)
+        assert ranks.join(lost=(1, 3)) == [0, None, 1, None, 2]
+
+
+def excluded(me: Rank) -> None:
+    me.say("ready")
+    try:
+        while True:
+            dist.all_reduce(torch.ones(10))
+            time.sleep(0.001)
+    except dist.DistBackendError:
+        pass
+    if me.rank == 1:  # thawed: the others have gone on
+        with pytest.raises(gd.WorldTooSmall, match="went on without rank 1"):
+            gd.rebuild(timeout=timedelta(seconds=10))
+        return
+    gd.rebuild(timeout=timedelta(seconds=2))
+    check_group(2)
+    me.say("rebuilt")
+    time.sleep(0.5)
+    check_group(2)
+
+
+def test_a_frozen_rank_is_left_out(tmp_path):
+    with Ranks(excluded, 3, tmp_path, timeout_s=1.0) as ranks:
+        ranks.heard_from_all()
+        ranks.signal(1, signal.SIGSTOP)
+        assert [ranks.heard(rank) for rank in (0, 2)] == ["rebuilt"] * 2
+        ranks.signal(1, signal.SIGCONT)
+        ranks.join()
+
+
+def too_small(me: Rank) -> None:
+    me.say("ready")
+    with pytest.raises(gd.PeerLost):
+        while True:
+            dist.all_reduce(torch.ones(10))
+    with pytest.raises(gd.WorldTooSmall, match="min_size is 3"):
+        gd.rebuild(timeout=timedelta(seconds=10), min_size=3)
+
+
+def test_min_size(tmp_path):
+    with Ranks(too_small, 3, tmp_path) as ranks:
+        ranks.heard_from_all()
+        ranks.signal(1, signal.SIGKILL)
+        ranks.join(lost=(1,))
+
+
+def train_through_loss(me: Rank) -> tuple[list[float], list[float]]:
+    """DDP on the same group object: after the loss, gradients are averaged over who is left."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(3, 1, bias=False))
+    weight = model.module.weight
+    store = me.store("go")
+
+    def step() -> list[float]:
+        model.zero_grad()
+        # The gradient of rank r is [r + 1] * 3, r being the rank that it was born with.
+        model(torch.full((1, 3), float(me.rank + 1))).sum().backward()
+        return weight.grad.flatten().tolist()
+
+    before = step()
+    me.say("ready")
+    store.wait(["killed"])
+    with pytest.raises(gd.PeerLost):
+        for _ in range(3):
+            step()
+    gd.rebuild(timeout=timedelta(seconds=20))
+    step()
+    return before, step()
+
+
+def test_ddp_goes_on(tmp_path):
+    with Ranks(train_through_loss, 4, tmp_path) as ranks:
+        ranks.heard_from_all()
+        ranks.signal(1, signal.SIGKILL)
+        ranks.store("go").set("killed", "1")
+        results = ranks.join(lost=(1,))
+    for before, after in (results[rank] for rank in (0, 2, 3)):
+        assert before == [(1 + 2 + 3 + 4) / 4] * 3
+        assert after == pytest.approx([(1 + 3 + 4) / 3] * 3)
+
+
+def repeated(me: Rank) -> None:
+    """100 reconfigures leave nothing behind."""
+
+
+    def footprint() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    handles = exchange(me, [0, 1], "a")
+    for i in range(100):
+        gd.reconfigure(100 + i, handles)
+        check_group(2)
+        if i == 10:
+            before = footprint()
+    assert footprint() == before
+
+
+def test_repeated(tmp_path):
+    run(repeated, 2, tmp_path)
