@@ -158,16 +158,16 @@ void FakeEngine::abort() {
 
 Status FakeEngine::rebuild(const Membership& membership, int rank, TimePoint) {
   channel_.reset();
-  std::vector<int> members;
-  std::vector<int> dead;
+  if (rank < 0 || rank >= static_cast<int>(membership.handles.size()) ||
+      membership.handles[rank] != handle()) {
+    return Status(Code::InvalidArgument, "rank: this member has another place in handles");
+  }
+  std::vector<int> members, dead;
   for (const std::string& handle : membership.handles) {
-    members.push_back(std::atoi(handle.c_str()));
+    members.push_back(static_cast<int>(std::strtol(handle.c_str(), nullptr, 10)));
     if (!world_->seen_alive(members.back())) {
       dead.push_back(static_cast<int>(members.size()) - 1);
     }
-  }
-  if (rank < 0 || rank >= static_cast<int>(members.size()) || members[rank] != member_) {
-    return Status(Code::InvalidArgument, "rank: this member has another place in handles");
   }
   if (!dead.empty()) return Status(Code::PeerLost, "lost " + name_ranks(dead), dead);
   channel_ = std::make_unique<SimChannel>(world_, world_->join(membership.uuid, members), rank);

@@ -191,6 +191,20 @@ TEST(Communicator, APeerThatFinishedAndLeftIsNoFailure) {
   EXPECT_TRUE(group[1].failure().ok());
 }
 
+TEST(Communicator, ARingOfTransfersLearnsOfADeath) {
+  SimGroup group(4, kReal);
+  std::vector<std::shared_ptr<Op>> ops;
+  for (int member : {0, 1, 3}) {
+    ops.push_back(group[member].submit({recv_from((member + 3) % 4)}, {}));
+  }
+  group.world.kill(2);
+  for (size_t i = 0; i < ops.size(); ++i) {
+    const Status status = group[i < 2 ? static_cast<int>(i) : 3].wait(ops[i]);
+    EXPECT_EQ(status.code, Code::PeerLost);
+    EXPECT_EQ(status.ranks, std::vector<int>{2});
+  }
+}
+
 TEST(Communicator, AMismatchReachesEveryMember) {
   SimGroup group(3, kReal);
   std::vector<Status> status(3);
