@@ -15,4 +15,4 @@ from torch_gpumode.bench import collectives
 RESULTS = Path(__file__).parent / "results"
 
 if __name__ == "__main__":
-    sys.exit(collectives.main(sys.argv[1:], RESULTS / "collectives.csv"))
+    sys.exit(collectives.main(sys.argv[1:], RESULTS))

@@ -41,7 +41,7 @@ def _backends(text: str) -> list[str]:
     return text.split(",")
 
 
-def _parser(csv_path: Path | None) -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     """nccl-tests' flags, and ours."""
     parser = argparse.ArgumentParser(
         prog="bench collectives", description="nccl-tests' table for several backends in one run"
@@ -60,22 +60,24 @@ def _parser(csv_path: Path | None) -> argparse.ArgumentParser:
     add("--ranks", type=_positive, help="start that many (default 2); without torchrun only")
     add("--backends", type=_backends, default=["gloo", "gpumode"], help="the first is baseline")
     add("--ops", type=_ops, default=list(CASES), help="default: all")
-    add("--csv", type=Path, default=csv_path, help=f"append rows there (default: {csv_path})")
+    add("--csv", type=Path, help="append rows there")
     add("--footprint", action="store_true", help="memory and idle CPU time per rank instead")
     return parser
 
 
-def main(argv: list[str], csv_path: Path | None = None) -> int:
-    """The command line. csv_path: where rows are appended unless --csv says otherwise.
+def main(argv: list[str], results: Path | None = None) -> int:
+    """The command line. results: the folder whose files rows are appended to, without --csv.
 
     Returns the exit code: 1 if an element was wrong. SystemExit(2) for flags that are wrong.
     """
-    parser = _parser(csv_path)
+    parser = _parser()
     arguments = parser.parse_args(argv)
     try:
         num_ranks = _num_ranks(arguments)
     except ValueError as error:
         parser.error(str(error))
+    if results and not arguments.csv:
+        arguments.csv = results / ("footprint.csv" if arguments.footprint else "collectives.csv")
     if arguments.footprint:
         return footprint.report(arguments.backends, num_ranks, arguments.csv)
     return max(run_ranks(_rank_main, num_ranks, arguments))

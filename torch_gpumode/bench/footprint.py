@@ -75,7 +75,7 @@ def report(backends: list[str], num_ranks: int, csv: Path | None) -> int:
     print(table.plain_table(list(rows[0]), [list(row.values()) for row in rows]))
     if csv:
         context = table.provenance()
-        table.append_csv(csv.with_name("footprint.csv"), ({**context, **row} for row in rows))
+        table.append_csv(csv, ({**context, **row} for row in rows))
     return 0
 
 

@@ -97,7 +97,7 @@ def _rank_main(
 
 def _in_world(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     torch.set_num_threads(1)  # ranks share the cores
-    try:
-        return function(*args)
-    finally:
-        dist.destroy_process_group()
+    result = function(*args)
+    # Not after a failure: the others would fail for that, and might be heard first.
+    dist.destroy_process_group()
+    return result
