@@ -92,7 +92,7 @@ def _cpu_model() -> str:
 
 
 def append_csv(path: Path, rows: Iterable[dict[str, object]]) -> None:
-    """Appends rows to a CSV file; the columns of an existing one must be theirs.
+    """Appends rows to a CSV file, floats with six digits; an existing one must have their columns.
 
     Raises:
         ValueError: they are not; nothing was written.
@@ -109,15 +109,13 @@ def append_csv(path: Path, rows: Iterable[dict[str, object]]) -> None:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         if not old:
             writer.writeheader()
-        writer.writerows(rows)
+        for row in rows:
+            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
 
 
 def csv_row(row: Row, context: dict[str, str | int]) -> dict[str, object]:
-    derived = {
-        name: f"{getattr(row, name):.4g}" for name in ("algbw", "busbw", "floor_us", "speedup")
-    }
-    rounded = {name: f"{getattr(row, name):.4g}" for name in ("time_us", "copy_gbs", "baseline_us")}
-    return {**context, **asdict(row), **rounded, **derived}
+    derived = {name: getattr(row, name) for name in ("algbw", "busbw", "floor_us", "speedup")}
+    return {**context, **asdict(row), **derived}
 
 
 # nccl-tests' columns, between the backend in front and what is ours at the end: name, unit, width.
