@@ -14,6 +14,7 @@ milliseconds. This process itself never opens a group: threads do not survive a 
 from __future__ import annotations
 
 import faulthandler
+import functools
 import itertools
 import multiprocessing
 import os
@@ -46,10 +47,15 @@ class Rank:
 
     def store(self, name: str = "store") -> dist.Store:
         """Returns a store that all ranks and the test share, and that outlives any rank."""
-        return _open_store(self._port, name)
+        return dist.PrefixStore(name, self._client)
+
+    @functools.cached_property
+    def _client(self) -> dist.Store:
+        return _connect(self._port)
 
     def init(self, timeout_s: float = 30.0, **kwargs: Any) -> None:
-        kwargs.setdefault("store", self.store())
+        if "store" not in kwargs:
+            kwargs["store"] = self.store()
         dist.init_process_group(
             "gpumode",
             rank=self.rank,
@@ -118,7 +124,7 @@ class Ranks:
             connection.close()
 
     def store(self, name: str) -> dist.Store:
-        return _open_store(self._port, name)
+        return dist.PrefixStore(name, _connect(self._port))
 
     def pid(self, rank: int) -> int:
         return self._processes[rank].pid
@@ -155,7 +161,9 @@ class Ranks:
             if self._done[rank][0] != "returned"  # type: ignore[index]
         ]
         assert not problems, "\n".join(problems)
-        return [None if (done := self._done[rank]) is None else done[1] for rank in range(self.size)]
+        return [
+            None if (done := self._done[rank]) is None else done[1] for rank in range(self.size)
+        ]
 
     def _read(self, rank: int) -> None:
         if not self._connections[rank].poll(max(0.0, self._deadline - time.monotonic())):
@@ -183,9 +191,14 @@ def run(function: Callable[..., Any], size: int, folder: Path, *args: Any, **kwa
         return ranks.join()
 
 
-def _open_store(port: int, name: str) -> dist.Store:
-    client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
-    return dist.PrefixStore(name, client)
+def repeat(call: Callable[[], object], times: int = 1_000_000) -> None:
+    """Calls again and again, for a failure that may show in a later call only."""
+    for _ in range(times):
+        call()
+
+
+def _connect(port: int) -> dist.Store:
+    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
 
 
 def _serve_store(connection: Connection, limit_s: float) -> None:
@@ -196,7 +209,12 @@ def _serve_store(connection: Connection, limit_s: float) -> None:
 
 
 def _main(
-    me: Rank, function: Callable[..., Any], args: tuple, init: bool, timeout_s: float, limit_s: float
+    me: Rank,
+    function: Callable[..., Any],
+    args: tuple,
+    init: bool,
+    timeout_s: float,
+    limit_s: float,
 ) -> None:
     torch.set_num_threads(1)
     stack = open(me.folder / f"stack{me.rank}", "w")  # noqa: SIM115  (open as long as the process)

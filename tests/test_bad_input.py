@@ -107,12 +107,12 @@ def backend(world: dist.ProcessGroup):
 def make_mistakes(me: Rank) -> None:
     world = dist.group.WORLD
     for name, (call, message) in MISTAKES.items():
+        refusal = ""
         try:
             call(world)
         except ValueError as error:
-            assert re.search(message, str(error)), name
-        else:
-            pytest.fail(f"{name} was not refused")
+            refusal = str(error)
+        assert re.search(message, refusal), name
         tensor = torch.ones(2)
         dist.all_reduce(tensor)
         assert tensor.tolist() == [2.0, 2.0], f"the group does not work after {name}"
@@ -189,7 +189,7 @@ def store_in_rank_0(me: Rank, port: int) -> None:
     with pytest.raises(gd.PeerLost):
         dist.all_reduce(torch.ones(1))
     began = time.monotonic()
-    with pytest.raises(dist.DistError, match="store is gone|[Cc]onnection|[Bb]roken pipe"):
+    with pytest.raises(dist.DistError, match=r"store is gone|[Cc]onnection|[Bb]roken pipe"):
         gd.rebuild(timeout=timedelta(seconds=5))
     assert time.monotonic() - began < 6
     backend_type = type(backend(dist.group.WORLD))

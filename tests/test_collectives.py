@@ -243,7 +243,9 @@ def move_everything(me: Rank) -> None:
         assert same_bits(tensor, mine), f"scatter {what}"
 
         # Rank r sends s the tensor of key (r, s).
-        pairs = [[random_tensor(count, dtype, r, s, 8) for s in range(me.size)] for r in range(me.size)]
+        pairs = [
+            [random_tensor(count, dtype, r, s, 8) for s in range(me.size)] for r in range(me.size)
+        ]
         expected = [pairs[r][me.rank] for r in range(me.size)]
         outputs = [poisoned(count, dtype) for _ in inputs]
         dist.all_to_all(outputs, pairs[me.rank])
@@ -292,7 +294,9 @@ def uneven_gather_and_all_to_all(me: Rank) -> None:
 
     # Rank r sends s (r + 2 s) % 5 rows of 3.
     rows = [[(r + 2 * s) % 5 for s in range(me.size)] for r in range(me.size)]
-    sent = [random_tensor(3 * sum(rows[r]), torch.float64, r, 11).view(-1, 3) for r in range(me.size)]
+    sent = [
+        random_tensor(3 * sum(rows[r]), torch.float64, r, 11).view(-1, 3) for r in range(me.size)
+    ]
     received_rows = [rows[r][me.rank] for r in range(me.size)]
     output = poisoned(3 * sum(received_rows), torch.float64).view(-1, 3)
     dist.all_to_all_single(output, sent[me.rank], received_rows, rows[me.rank])
@@ -325,7 +329,9 @@ def coalesced_virtuals(me: Rank) -> None:
     for i, output in enumerate(outputs):
         assert same_bits(output, torch.cat([x[i] for x in inputs]))
 
-    wide = [[random_tensor(n * me.size, torch.float32, r, 13) for n in counts] for r in range(me.size)]
+    wide = [
+        [random_tensor(n * me.size, torch.float32, r, 13) for n in counts] for r in range(me.size)
+    ]
     outputs = [poisoned(n, torch.float32) for n in counts]
     world.reduce_scatter_tensor_coalesced(outputs, wide[me.rank]).wait()
     for i, n in enumerate(counts):

@@ -49,7 +49,9 @@ def split_groups(me: Rank) -> None:
     world.bound_device_id = torch.device("cuda:0")
     mine = [[0, 2], [3, 1]][me.rank % 2]  # the order is that of the new ranks
     for _ in range(2):
-        child = world.split_group(mine, group_name=f"split{me.rank % 2}", timeout=timedelta(seconds=9))
+        child = world.split_group(
+            mine, group_name=f"split{me.rank % 2}", timeout=timedelta(seconds=9)
+        )
         assert child.size() == 2
         assert child.rank() == mine.index(me.rank)
         tensor = torch.tensor([float(me.rank)])
@@ -151,7 +153,11 @@ def _footprint() -> tuple[int, int, int]:
     gc.collect()
     status = Path("/proc/self/status").read_text()
     resident_kib = int(status.split("VmRSS:")[1].split()[0])
-    return resident_kib, len(os.listdir("/proc/self/fd")), int(status.split("Threads:")[1].split()[0])
+    return (
+        resident_kib,
+        len(os.listdir("/proc/self/fd")),
+        int(status.split("Threads:")[1].split()[0]),
+    )
 
 
 def many_groups(me: Rank, rounds: int, warm_up: int) -> None:

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from _ranks import Rank, Ranks, run
+from _ranks import Rank, Ranks, repeat, run
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_gpumode.distributed as gd
@@ -149,8 +149,7 @@ def rebuild_after_kill(me: Rank, rounds: int) -> list[int]:
     for _ in range(rounds):
         me.say("ready")
         with pytest.raises(gd.PeerLost):
-            while True:
-                dist.all_reduce(torch.ones(100_000))
+            repeat(lambda: dist.all_reduce(torch.ones(100_000)))
         gd.rebuild(timeout=timedelta(seconds=20))
         size = dist.get_world_size()
         check_group(size)
@@ -171,8 +170,7 @@ def test_rebuild_after_kill(tmp_path):
 def die_during_rebuild(me: Rank) -> int:
     me.say("ready")
     with pytest.raises(gd.PeerLost):
-        while True:
-            dist.all_reduce(torch.ones(1000))
+        repeat(lambda: dist.all_reduce(torch.ones(1000)))
     if me.rank == 3:
         # It posts its handle, and so will be decided on, and dies before it joins.
         import torch_gpumode.distributed._rebuild as module
@@ -222,8 +220,7 @@ def test_a_frozen_rank_is_left_out(tmp_path):
 def too_small(me: Rank) -> None:
     me.say("ready")
     with pytest.raises(gd.PeerLost):
-        while True:
-            dist.all_reduce(torch.ones(10))
+        repeat(lambda: dist.all_reduce(torch.ones(10)))
     with pytest.raises(gd.WorldTooSmall, match="min_size is 3"):
         gd.rebuild(timeout=timedelta(seconds=10), min_size=3)
 
@@ -252,8 +249,7 @@ def train_through_loss(me: Rank) -> tuple[list[float], list[float]]:
     me.say("ready")
     store.wait(["killed"])
     with pytest.raises(gd.PeerLost):
-        for _ in range(3):
-            step()
+        repeat(step, 3)
     gd.rebuild(timeout=timedelta(seconds=20))
     step()
     return before, step()
@@ -272,7 +268,6 @@ def test_ddp_goes_on(tmp_path):
 
 def repeated(me: Rank) -> None:
     """100 reconfigures leave nothing behind."""
-
 
     def footprint() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))

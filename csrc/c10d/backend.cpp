@@ -72,8 +72,8 @@ std::shared_ptr<Communicator> Backend::communicator() const {
 }
 
 Backend::WorkPtr Backend::run(Call call) {
-  auto work = c10::make_intrusive<Work>(current_rank_, call.type, call.title, call.inputs,
-                                        call.outputs);
+  auto work =
+      c10::make_intrusive<Work>(current_rank_, call.type, call.title, call.inputs, call.outputs);
   const auto type = call.type;
   const auto communicator = this->communicator();
   if (num_coalescing_.load(std::memory_order_relaxed) != 0) {
@@ -139,8 +139,8 @@ Backend::WorkPtr Backend::endCoalescing() {
     TORCH_CHECK_VALUE(is_p2p(part.collective) == p2p,
                       "a coalesced group holds either collectives or sends and receives");
   }
-  auto work = c10::make_intrusive<Work>(current_rank_, call.type, call.title, call.inputs,
-                                        call.outputs);
+  auto work =
+      c10::make_intrusive<Work>(current_rank_, call.type, call.title, call.inputs, call.outputs);
   const auto communicator = this->communicator();
   auto op = submit(*communicator, std::move(call));
   call_hooks(op, ::c10d::OpType::COALESCED);

@@ -19,10 +19,11 @@ namespace gpumode {
 // torch's Backend on one Communicator. The constructor opens the group together with all other
 // ranks, unless options->enable_reconfigure leaves that to reconfigure().
 //
-//   backend.cpp              what it is made of, running an op, coalescing
-//   backend_collectives.cpp  broadcast ... barrier
-//   backend_p2p.cpp          send, recv, recvAnysource
-//   backend_lifecycle.cpp    timeouts, abort, shutdown, split, reconfigure, hooks
+//   backend.cpp                 what it is made of, running an op, coalescing
+//   backend_collectives.cpp     broadcast, all_reduce, reduce, all_to_all, barrier
+//   backend_gather_scatter.cpp  all_gather, reduce_scatter, gather, scatter
+//   backend_p2p.cpp             send, recv, recvAnysource
+//   backend_lifecycle.cpp       timeouts, abort, shutdown, split, reconfigure, hooks
 class Backend : public ::c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
@@ -56,8 +57,7 @@ class Backend : public ::c10d::Backend {
                               const ::c10d::AllgatherOptions& opts) override;
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const ::c10d::AllgatherOptions& opts) override;
-  WorkPtr gather(TensorLists& outputs, Tensors& inputs,
-                 const ::c10d::GatherOptions& opts) override;
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs, const ::c10d::GatherOptions& opts) override;
   WorkPtr scatter(Tensors& outputs, TensorLists& inputs,
                   const ::c10d::ScatterOptions& opts) override;
   WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
@@ -69,8 +69,7 @@ class Backend : public ::c10d::Backend {
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits,
                         const ::c10d::AllToAllOptions& opts) override;
-  WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
-                   const ::c10d::AllToAllOptions& opts) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) override;
   WorkPtr barrier(const ::c10d::BarrierOptions& opts) override;
   void monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 #ifdef GPUMODE_C10D_HAS_SINGLE_NAMES
@@ -87,8 +86,7 @@ class Backend : public ::c10d::Backend {
   WorkPtr reduce_scatter_single_coalesced(Tensors& outputs, Tensors& inputs,
                                           const ::c10d::ReduceScatterOptions& opts) override;
   WorkPtr all_to_all_single(at::Tensor& output, at::Tensor& input,
-                            std::vector<int64_t>& output_splits,
-                            std::vector<int64_t>& input_splits,
+                            std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
                             const ::c10d::AllToAllOptions& opts) override;
 #endif
 
@@ -184,13 +182,13 @@ class Backend : public ::c10d::Backend {
   std::atomic<int> current_rank_, current_size_;
   std::atomic<int64_t> current_uuid_{-1};
 
-  mutable std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;                    // guards what follows
   std::shared_ptr<Communicator> communicator_;  // null after shutdown
   std::map<std::thread::id, Coalescing> coalescing_;
   std::vector<EphemeralTimeout> ephemeral_timeouts_;
   std::atomic<int> num_coalescing_{0}, num_ephemeral_{0};  // also read without the lock
 
-  std::mutex children_mutex_;  // held while a child opens
+  std::mutex children_mutex_;                                         // held while a child opens
   std::map<std::string, c10::weak_intrusive_ptr<Backend>> children_;  // made by split, by name
 };
 

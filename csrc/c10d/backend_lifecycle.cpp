@@ -13,8 +13,8 @@ namespace gpumode {
 // Timeouts
 
 void Backend::setTimeout(std::chrono::milliseconds timeout) {
-  TORCH_CHECK_VALUE(timeout.count() > 0, "timeout: expected a positive one, got ",
-                    timeout.count(), " ms");
+  TORCH_CHECK_VALUE(timeout.count() > 0, "timeout: expected a positive one, got ", timeout.count(),
+                    " ms");
   communicator()->set_timeout(timeout);
   options_->timeout = timeout;
 }
@@ -153,8 +153,8 @@ c10::intrusive_ptr<::c10d::Backend> Backend::split(const StorePtr& store,
   }
   // torch up to 2.13 splits once per device type, with one object behind all of them.
   std::lock_guard<std::mutex> lock(children_mutex_);
-  auto& child = children_.try_emplace(opts->group_name, c10::intrusive_ptr<Backend>())
-                    .first->second;
+  auto& child =
+      children_.try_emplace(opts->group_name, c10::intrusive_ptr<Backend>()).first->second;
   if (auto alive = child.lock(); alive != nullptr && !alive->is_shut_down()) {
     return alive;
   }
@@ -207,8 +207,8 @@ Status Backend::rebuild(int64_t uuid, const std::vector<std::string>& handles,
   std::sort(sorted.begin(), sorted.end());
   TORCH_CHECK_VALUE(std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end(),
                     "handles: one of them is there twice");
-  TORCH_CHECK_VALUE(timeout.count() > 0, "timeout: expected a positive one, got ",
-                    timeout.count(), " ms");
+  TORCH_CHECK_VALUE(timeout.count() > 0, "timeout: expected a positive one, got ", timeout.count(),
+                    " ms");
   return join({uuid, handles}, static_cast<int>(me - handles.begin()), timeout);
 }
 

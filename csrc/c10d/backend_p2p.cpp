@@ -7,9 +7,7 @@ namespace gpumode {
 
 Backend::WorkPtr Backend::send(Tensors& tensors, int peer, int tag) {
   const auto& tensor = only(tensors, "tensors");
-  OpDesc op;
-  op.collective = Collective::Send;
-  op.dtype = moving_dtype(tensor);
+  auto op = moving_op(Collective::Send, tensor);
   op.peer = check_rank(peer, current_size_, "dst");
   op.tag = tag;
   op.inputs = {buffer(tensor)};
@@ -18,9 +16,7 @@ Backend::WorkPtr Backend::send(Tensors& tensors, int peer, int tag) {
 
 Backend::WorkPtr Backend::recv(Tensors& tensors, int peer, int tag) {
   const auto& tensor = only(tensors, "tensors");
-  OpDesc op;
-  op.collective = Collective::Recv;
-  op.dtype = moving_dtype(tensor);
+  auto op = moving_op(Collective::Recv, tensor);
   op.peer = check_rank(peer, current_size_, "src");
   op.tag = tag;
   op.outputs = {buffer(tensor)};
@@ -29,9 +25,7 @@ Backend::WorkPtr Backend::recv(Tensors& tensors, int peer, int tag) {
 
 Backend::WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
   const auto& tensor = only(tensors, "tensors");
-  OpDesc op;
-  op.collective = Collective::Recv;
-  op.dtype = moving_dtype(tensor);
+  auto op = moving_op(Collective::Recv, tensor);
   op.peer = kAnySource;
   op.tag = tag;
   op.outputs = {buffer(tensor)};

@@ -9,8 +9,8 @@
 namespace gpumode {
 
 // The first meeting of a group's members: each publishes its handle in the store and reads all
-// others'. Throws DistStoreError naming the ranks that did not come within `timeout`, or saying that
-// the store is gone.
+// others'. Throws DistStoreError naming the ranks that did not come within `timeout`, or saying
+// that the store is gone.
 //
 // A store outlives groups, so each key carries how many groups this rank has opened under the
 // store's prefix: a handle of an earlier one is never picked up.

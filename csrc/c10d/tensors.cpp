@@ -65,8 +65,7 @@ ReduceOp core_reduce_op(const ::c10d::ReduceOp& op) {
 }
 
 double premul_factor(const ::c10d::ReduceOp& op) {
-  const auto* supplement =
-      dynamic_cast<const GPUMODE_PREMUL_SUPPLEMENT*>(op.supplement_.get());
+  const auto* supplement = dynamic_cast<const GPUMODE_PREMUL_SUPPLEMENT*>(op.supplement_.get());
   TORCH_CHECK_VALUE(supplement != nullptr, "op: PREMUL_SUM needs a factor");
   return supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>()
                                              : supplement->double_factor;
@@ -80,10 +79,10 @@ void check_tensor(const at::Tensor& tensor, const char* argument) {
                     tensor.layout());
   TORCH_CHECK_VALUE(tensor.device().is_cpu(), argument, ": tensors on ", tensor.device(),
                     " are not supported by this build; expected cpu");
-  TORCH_CHECK_VALUE(tensor.is_contiguous(tensor.suggest_memory_format()) && !tensor.is_conj() &&
-                        !tensor.is_neg(),
-                    argument, ": expected a contiguous tensor, got sizes ", tensor.sizes(),
-                    " with strides ", tensor.strides(), "; call .contiguous() first");
+  TORCH_CHECK_VALUE(
+      tensor.is_contiguous(tensor.suggest_memory_format()) && !tensor.is_conj() && !tensor.is_neg(),
+      argument, ": expected a contiguous tensor, got sizes ", tensor.sizes(), " with strides ",
+      tensor.strides(), "; call .contiguous() first");
 }
 
 void check_tensors(const std::vector<at::Tensor>& tensors, const char* argument) {
@@ -177,8 +176,8 @@ std::vector<Buffer> pieces(const at::Tensor& tensor, const std::vector<int64_t>&
                     ": expected split sizes for ", count, " ranks, got ", splits.size());
   int64_t total = 0;
   for (const auto split : splits) {
-    TORCH_CHECK_VALUE(split >= 0 && split <= rows, argument,
-                      ": expected split sizes in [0, ", rows, "], got ", split);
+    TORCH_CHECK_VALUE(split >= 0 && split <= rows, argument, ": expected split sizes in [0, ", rows,
+                      "], got ", split);
     total += split;
   }
   TORCH_CHECK_VALUE(total == rows, argument, ": split sizes add up to ", total,
@@ -196,22 +195,28 @@ std::vector<Buffer> pieces(const at::Tensor& tensor, const std::vector<int64_t>&
   return result;
 }
 
-DType moving_dtype(const at::Tensor& tensor) {
-  return core_dtype(tensor.scalar_type()).value_or(DType::U8);
+OpDesc moving_op(Collective collective, const at::Tensor& tensor) {
+  OpDesc op;
+  op.collective = collective;
+  op.dtype = core_dtype(tensor.scalar_type()).value_or(DType::U8);
+  return op;
 }
 
-void set_reduction(OpDesc* op, const ::c10d::ReduceOp& reduce_op, const at::Tensor& tensor,
-                   const char* argument) {
+OpDesc reducing_op(Collective collective, const ::c10d::ReduceOp& reduce_op,
+                   const at::Tensor& tensor, const char* argument) {
   const auto dtype = core_dtype(tensor.scalar_type());
   TORCH_CHECK_VALUE(dtype.has_value(), argument, ": ", tensor.scalar_type(),
                     " can be moved but not reduced");
-  op->dtype = *dtype;
-  op->reduce_op = core_reduce_op(reduce_op);
-  TORCH_CHECK_VALUE(supports(op->reduce_op, op->dtype), "op: ", name(op->reduce_op),
-                    " is not defined for ", name(op->dtype), " (", argument, ")");
-  if (op->reduce_op == ReduceOp::PreMulSum) {
-    op->factor = premul_factor(reduce_op);
+  OpDesc op;
+  op.collective = collective;
+  op.dtype = *dtype;
+  op.reduce_op = core_reduce_op(reduce_op);
+  TORCH_CHECK_VALUE(supports(op.reduce_op, op.dtype), "op: ", name(op.reduce_op),
+                    " is not defined for ", name(op.dtype), " (", argument, ")");
+  if (op.reduce_op == ReduceOp::PreMulSum) {
+    op.factor = premul_factor(reduce_op);
   }
+  return op;
 }
 
 }  // namespace gpumode

@@ -37,10 +37,10 @@ std::vector<Buffer> pieces(const at::Tensor& tensor, int count, const char* argu
 std::vector<Buffer> pieces(const at::Tensor& tensor, const std::vector<int64_t>& splits, int count,
                            const char* argument);
 
-// Types that only move and that the core does not know travel as bytes.
-DType moving_dtype(const at::Tensor& tensor);
-// Fills in dtype, reduce_op and factor.
-void set_reduction(OpDesc* op, const ::c10d::ReduceOp& reduce_op, const at::Tensor& tensor,
-                   const char* argument);
+// An op that moves values like the tensor's. Types that the core does not know travel as bytes.
+OpDesc moving_op(Collective collective, const at::Tensor& tensor);
+// One that combines them.
+OpDesc reducing_op(Collective collective, const ::c10d::ReduceOp& reduce_op,
+                   const at::Tensor& tensor, const char* argument);
 
 }  // namespace gpumode

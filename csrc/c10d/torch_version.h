@@ -1,7 +1,7 @@
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/version.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 // c10d's virtual tables and names change with torch's minor versions. Every difference that this
 // folder knows is named here; where torch offers a feature macro, that is used instead.

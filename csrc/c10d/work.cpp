@@ -47,8 +47,9 @@ bool Work::done() const { return done_status_ != nullptr || (op_ != nullptr && o
 Status Work::status() const { return done_status_ != nullptr ? *done_status_ : op_->status(); }
 
 const Op& Work::started_op() const {
-  TORCH_CHECK(op_ != nullptr, "this work has no op of its own: it is part of a coalesced group "
-                              "that has not ended, or the result of reconfigure()");
+  TORCH_CHECK(op_ != nullptr,
+              "this work has no op of its own: it is part of a coalesced group "
+              "that has not ended, or the result of reconfigure()");
   return *op_;
 }
 
@@ -73,8 +74,7 @@ std::vector<at::Tensor> Work::result() {
 void Work::synchronize() { wait(kNoTimeout); }
 
 bool Work::wait(std::chrono::milliseconds timeout) {
-  ::c10d::unregister_work(
-      c10::intrusive_ptr<::c10d::Work>::unsafe_reclaim_from_nonowning(this));
+  ::c10d::unregister_work(c10::intrusive_ptr<::c10d::Work>::unsafe_reclaim_from_nonowning(this));
   if (!done()) {
     started_op();
     if (const auto communicator = communicator_.lock()) {
@@ -106,10 +106,10 @@ c10::intrusive_ptr<Future> Work::getFuture() {
   }
   started_op();
   op_->on_done([op = op_, future = future_, outputs = outputs_]() mutable {
-    run_on_future_thread([op = std::move(op), future = std::move(future),
-                          outputs = std::move(outputs)] {
-      complete(*future, op->status(), outputs);
-    });
+    run_on_future_thread(
+        [op = std::move(op), future = std::move(future), outputs = std::move(outputs)] {
+          complete(*future, op->status(), outputs);
+        });
   });
   return future_;
 }

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from _ranks import Rank, Ranks
+from _ranks import Rank, Ranks, repeat
 
 import torch_gpumode.distributed as gd
 
@@ -17,7 +17,7 @@ DEADLINE_S = 2.0
 
 
 def reduce_until_it_fails(me: Rank, count: int) -> tuple[str, list[int], float, bool]:
-    """Returns the exception's name and ranks, when it was raised, and whether the process is fit."""
+    """Returns the exception's name, its ranks and time, and whether the next op fails at once."""
     tensor = torch.ones(count)
     dist.all_reduce(tensor)
     me.say("ready")
@@ -125,8 +125,7 @@ def rebuild_and_reduce(me: Rank) -> list[float]:
     dist.all_reduce(torch.ones(1))
     me.say("ready")
     with pytest.raises(gd.PeerLost):
-        while True:
-            dist.all_reduce(torch.ones(1_000_000))
+        repeat(lambda: dist.all_reduce(torch.ones(1_000_000)))
     gd.rebuild(timeout=timedelta(seconds=20))
     tensor = torch.full((1_000_003,), float(me.rank))
     dist.all_reduce(tensor)
