@@ -1,14 +1,12 @@
 #include "c10d/futures.h"
 
-#include <pthread.h>
-
 #include <condition_variable>
 #include <deque>
 #include <mutex>
-#include <thread>
 #include <utility>
 
 #include "c10d/fork.h"
+#include "core/os/thread.h"
 
 namespace gpumode {
 namespace {
@@ -27,7 +25,7 @@ class FutureThread {
       return;
     }
     if (!started_) {
-      std::thread([this] { run(); }).detach();
+      os::start_thread("gpumode_futures", [this] { run(); }).detach();
       started_ = true;
     }
     jobs_.push_back(std::move(job));
@@ -49,7 +47,6 @@ class FutureThread {
 
  private:
   void run() {
-    pthread_setname_np(pthread_self(), "gpumode_futures");
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
       cv_.wait(lock, [this] { return stopped_ || !jobs_.empty(); });

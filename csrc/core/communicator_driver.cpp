@@ -5,6 +5,7 @@
 #include <system_error>
 
 #include "core/communicator_impl.h"
+#include "core/os/thread.h"
 
 namespace gpumode {
 namespace {
@@ -84,7 +85,7 @@ Status Communicator::Impl::wait(Op* op, Duration limit) {
 void Communicator::Impl::start_worker() {
   if (!use_worker || worker.joinable()) return;
   try {
-    worker = std::thread([this] { work(); });
+    worker = os::start_thread("gpumode_worker", [this] { work(); });
   } catch (const std::system_error& error) {
     close(Status(Code::Internal, std::string("cannot start a thread: ") + error.what()), false);
   }

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <fstream>
 
+#include "core/os/process_life.h"
 #include "core/os/socket.h"
 
 namespace gpumode::host {
@@ -88,7 +89,10 @@ class Handshake {
         rank_(rank),
         size_(static_cast<int>(membership.handles.size())),
         fds_{segment.get(), bell.get()},
-        peers_(membership.handles.size()) {}
+        peers_(membership.handles.size()) {
+    const os::Fd& life = os::ProcessLife::instance().fd();
+    if (life) fds_.push_back(life.get());
+  }
 
   Status run(TimePoint deadline, std::vector<Link>* links) {
     for (int q = 0; q < size_; ++q) {
@@ -208,7 +212,7 @@ class Handshake {
       return {};
     }
     const bool genuine = received.nbytes == sizeof(hello) && hello.magic == kMagic &&
-                         hello.version == kVersion && received.fds.size() == fds_.size() &&
+                         hello.version == kVersion && received.fds.size() >= 2 &&
                          endpoint_.address_.token.compare(0, std::string::npos, hello.token,
                                                           sizeof(hello.token)) == 0;
     if (!genuine) return {};  // closes it
@@ -235,6 +239,9 @@ class Handshake {
     if (Status s = Segment::map(early.fds[0], size_, &peer.link.segment); !s.ok()) return s;
     Status s = os::SharedMemory::map(early.fds[1], sizeof(Bell), true, &peer.link.bell);
     if (!s.ok()) return s;
+    if (early.fds.size() > 2) {
+      if (s = os::ProcessLife::map(early.fds[2], &peer.link.life); !s.ok()) return s;
+    }
     peer.in = std::move(early.socket);
     peer.linked = true;
     return {};
@@ -263,7 +270,9 @@ class Handshake {
       link = std::move(peers_[q].link);
       link.socket = std::move(q > rank_ ? peers_[q].in : peers_[q].out);
       os::PeerCredentials peer;
-      if (os::peer_credentials(link.socket, &peer).ok() && peer.pid != ::getpid()) {
+      if (os::peer_credentials(link.socket, &peer).ok() && peer.pid == ::getpid()) {
+        link.life = {};
+      } else {
         link.pidfd = os::peer_pidfd(link.socket, peer.pid);
       }
     }
@@ -272,7 +281,7 @@ class Handshake {
   Endpoint& endpoint_;
   const Membership& membership_;
   const int rank_, size_;
-  const std::vector<int> fds_;
+  std::vector<int> fds_;  // segment, bell, and the process's life if it has a word
   std::vector<Peer> peers_;
   std::vector<os::Fd> strangers_;  // connected, and silent so far
   std::vector<pollfd> polled_;

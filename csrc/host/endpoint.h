@@ -13,7 +13,9 @@ namespace gpumode::host {
 // What a member keeps of one peer: closing `socket` ends the peer's belief that we are alive.
 struct Link {
   os::Fd socket;
-  os::Fd pidfd;  // empty where the sandbox gives none, or the peer is in this process
+  // Both empty where the system gives none, or the peer is in this process.
+  os::Fd pidfd;
+  os::SharedMemory life;
   Segment segment;
   os::SharedMemory bell;
 };

@@ -40,7 +40,7 @@ Status Epoch::join(Endpoint& endpoint, const Membership& membership, int rank, T
     if (q == rank) continue;
     Epoch* self = made.get();
     made->watches_.push_back(
-        PeerWatch::instance().add(link.socket.get(), link.pidfd.get(), [self, q] {
+        PeerWatch::instance().add(link.socket.get(), link.pidfd.get(), link.life, [self, q] {
           self->gone_[q].store(true, std::memory_order_release);
           self->wake();
         }));

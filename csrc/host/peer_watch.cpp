@@ -9,7 +9,9 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <thread>
+
+#include "core/os/process_life.h"
+#include "core/os/thread.h"
 
 namespace gpumode::host {
 
@@ -18,11 +20,12 @@ namespace gpumode::host {
 struct PeerWatch::State {
   struct Watched {
     int socket, pidfd;
+    uint64_t life;  // 0: none
     std::function<void()> on_gone;
   };
 
   State() : epoll(::epoll_create1(EPOLL_CLOEXEC), true) {
-    std::thread([this] { run(); }).detach();
+    os::start_thread("gpumode_watch", [this] { run(); }).detach();
   }
 
   void watch(int fd, uint32_t events, uint64_t id) const {
@@ -35,22 +38,26 @@ struct PeerWatch::State {
   void unwatch(const Watched& peer) const {
     ::epoll_ctl(epoll.get(), EPOLL_CTL_DEL, peer.socket, nullptr);
     if (peer.pidfd >= 0) ::epoll_ctl(epoll.get(), EPOLL_CTL_DEL, peer.pidfd, nullptr);
+    if (peer.life != 0) os::ProcessLife::instance().unwatch(peer.life);
+  }
+
+  // The first sign of death counts; later ones find nothing.
+  void gone(uint64_t id) {
+    // The callback runs under the lock, so that remove() can promise that it is over.
+    std::lock_guard<std::mutex> lock(mutex);
+    auto it = peers.find(id);
+    if (it == peers.end()) return;
+    unwatch(it->second);
+    auto on_gone = std::move(it->second.on_gone);
+    peers.erase(it);
+    on_gone();
   }
 
   void run() {
     epoll_event events[16];
     for (;;) {
       const int n = ::epoll_wait(epoll.get(), events, 16, -1);
-      for (int i = 0; i < n; ++i) {
-        // The callback runs under the lock, so that remove() can promise that it is over.
-        std::lock_guard<std::mutex> lock(mutex);
-        auto it = peers.find(events[i].data.u64);
-        if (it == peers.end()) continue;
-        unwatch(it->second);
-        auto on_gone = std::move(it->second.on_gone);
-        peers.erase(it);
-        on_gone();
-      }
+      for (int i = 0; i < n; ++i) gone(events[i].data.u64);
     }
   }
 
@@ -85,11 +92,14 @@ PeerWatch::State& PeerWatch::state() {
   return *static_cast<State*>(current_state);
 }
 
-uint64_t PeerWatch::add(int socket, int pidfd, std::function<void()> on_gone) {
+uint64_t PeerWatch::add(int socket, int pidfd, const os::SharedMemory& life,
+                        std::function<void()> on_gone) {
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   const uint64_t id = s.next_id++;
-  s.peers[id] = {socket, pidfd, std::move(on_gone)};
+  uint64_t life_id = 0;
+  if (life) life_id = os::ProcessLife::instance().watch(life, [&s, id] { s.gone(id); });
+  s.peers[id] = {socket, pidfd, life_id, std::move(on_gone)};
   // Nothing is ever sent on the socket once it is watched: readable means closed.
   s.watch(socket, EPOLLIN | EPOLLRDHUP, id);
   if (pidfd >= 0) s.watch(pidfd, EPOLLIN, id);

@@ -3,20 +3,21 @@
 #include <cstdint>
 #include <functional>
 
-#include "core/os/fd.h"
+#include "core/os/shared_memory.h"
 
 namespace gpumode::host {
 
-// One thread of this process that notices dead peers at once: it sleeps until a socket to a peer
-// closes, or a peer's pidfd turns readable. The pidfd is what counts where the dead peer left
-// children that still hold its sockets.
+// Notices dead peers at once, without anybody's polling. There are three signs, and the first
+// counts: the word of the peer's life (see ProcessLife), which comes at once; its pidfd, which comes
+// when its memory is freed; and the end of a socket to it, which may come only after all children
+// that have inherited it are gone, but also comes when the peer leaves a group and lives on.
 class PeerWatch {
  public:
   static PeerWatch& instance();
 
-  // Calls `on_gone` once, from the watching thread, when `socket` closes or `pidfd` (may be empty)
-  // says that the process died. Both stay the caller's until remove() has returned.
-  uint64_t add(int socket, int pidfd, std::function<void()> on_gone);
+  // Calls `on_gone` once, from a thread of ours, when `socket` closes, or `pidfd` or `life` (either
+  // may be empty) says that the process died. All stay the caller's until remove() has returned.
+  uint64_t add(int socket, int pidfd, const os::SharedMemory& life, std::function<void()> on_gone);
   // On return the callback does not run and will not.
   void remove(uint64_t id);
 
