@@ -29,11 +29,11 @@ std::vector<T> run(ReduceOp op, DType dtype, std::vector<std::vector<T>> sources
   for (const auto& s : sources) pointers.push_back(reinterpret_cast<const std::byte*>(s.data()));
   const size_t n = sources[0].size();
   std::vector<T> out(n), also(n);
-  std::memset(static_cast<void*>(out.data()), 0xff, n * sizeof(T));
+  if (n > 0) std::memset(static_cast<void*>(out.data()), 0xff, n * sizeof(T));
   std::vector<T>& dst = in_place ? sources[1] : out;
   reduce({op, dtype, factor}, pointers.data(), static_cast<int>(sources.size()), n * sizeof(T),
          reinterpret_cast<std::byte*>(dst.data()), reinterpret_cast<std::byte*>(also.data()));
-  EXPECT_EQ(std::memcmp(dst.data(), also.data(), n * sizeof(T)), 0);
+  EXPECT_TRUE(n == 0 || std::memcmp(dst.data(), also.data(), n * sizeof(T)) == 0);
   return dst;
 }
 
