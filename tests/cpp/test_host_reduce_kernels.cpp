@@ -79,7 +79,8 @@ void check_real(DType dtype, double tolerance) {
               expected = apply(op, expected, scale * static_cast<double>(sources[s][i]));
             }
             if (op == ReduceOp::Avg) expected /= num_sources;
-            if (std::is_integral_v<T>) expected = static_cast<T>(static_cast<int64_t>(expected));  // wraps
+            if (std::is_integral_v<T>)
+              expected = static_cast<T>(static_cast<int64_t>(expected));  // wraps
             ASSERT_NEAR(static_cast<double>(out[i]), expected,
                         tolerance * std::max(1.0, std::abs(expected)))
                 << name(op) << " of " << num_sources << " at " << i << " of " << n;
