@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # else each rank that wraps a model or makes a mesh imports it
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("fork")

@@ -90,13 +90,24 @@ MISTAKES = {
         lambda w: w.alltoall_base(torch.ones(3), torch.ones(3), [], []),
         "input: expected a first dimension that 2 divides",
     ),
+    "list of the wrong numel": (
+        lambda w: w.allgather([[torch.ones(3), torch.ones(3)]], [torch.ones(2)]),
+        r"output\[\d\]: expected 2 elements",
+    ),
     "overlap": (lambda w: _overlapping(w), "output: overlaps"),
+    "gathered over the input": (lambda w: _shifted(w), "output: overlaps"),
 }
 
 
 def _overlapping(world: dist.ProcessGroup) -> dist.Work:
     tensor = torch.ones(6)
     return world.alltoall_base(tensor[:4], tensor[2:], [], [])
+
+
+def _shifted(world: dist.ProcessGroup) -> dist.Work:
+    """Nearly in place: on neither rank is the input where its output is."""
+    tensor = torch.ones(8)
+    return world._allgather_base(tensor, tensor[2:6])
 
 
 def backend(world: dist.ProcessGroup):

@@ -71,6 +71,22 @@ def test_split_group(tmp_path):
     run(split_groups, 4, tmp_path)
 
 
+def dropped_splits(me: Rank) -> None:
+    """A child that nobody holds is gone, though its parent knows it by name."""
+    for i in range(60):
+        if i == 10:
+            before = _footprint()
+        child = dist.group.WORLD.split_group([0, 1], group_name=f"child{i}")
+        child.allreduce([torch.ones(1)]).wait()
+        del child
+        dist.barrier()
+    assert _footprint()[1:] == before[1:]
+
+
+def test_dropped_splits(tmp_path):
+    run(dropped_splits, 2, tmp_path)
+
+
 def meshes(me: Rank) -> None:
     for shape in [(8,), (2, 4), (2, 2, 2)]:
         names = tuple("abc"[: len(shape)])
@@ -147,6 +163,39 @@ def defaults(me: Rank) -> None:
 @pytest.mark.parametrize("function", [options, names, defaults])
 def test_properties(function, tmp_path):
     run(function, 2, tmp_path)
+
+
+def detail(me: Rank) -> None:
+    """Case B4: torch's own checks between ranks see no mismatch where there is none."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    me.init()
+    peer = me.rank ^ 1
+    for step in range(3):
+        if me.rank < 2:  # the others do not take part
+            ops = [
+                dist.P2POp(dist.isend, torch.full((3,), float(step)), peer),
+                dist.P2POp(dist.irecv, received := torch.empty(3), peer),
+            ]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            assert (received == step).all()
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [3.0, 3.0]
+        gathered = torch.empty(3)
+        dist.all_gather_into_tensor(gathered, torch.tensor([float(me.rank)]))
+        assert gathered.tolist() == [0.0, 1.0, 2.0]
+        scattered = torch.empty(1)
+        dist.reduce_scatter_tensor(scattered, torch.ones(3))
+        exchanged = torch.empty(3)
+        dist.all_to_all_single(exchanged, torch.full((3,), float(me.rank)))
+        assert exchanged.tolist() == [0.0, 1.0, 2.0]
+        dist.barrier()
+    assert gd.get_reconfigure_handle().startswith("gpumode")
+
+
+def test_torch_debug_detail(tmp_path):
+    run(detail, 3, tmp_path, init=False)
 
 
 def _footprint() -> tuple[int, int, int]:

@@ -237,6 +237,25 @@ def completion_hook(me: Rank) -> None:
     assert len(infos) == 5
 
 
+def abort_hook(me: Rank) -> None:
+    """Called before an abort on purpose, and after a failure; once per failure."""
+    world = dist.group.WORLD
+    if not hasattr(world, "register_abort_hook"):  # torch before 2.14
+        return
+    calls = []
+    world.register_abort_hook(1, lambda: calls.append("kept"))
+    world.register_abort_hook(2, lambda: calls.append("removed"))
+    world.unregister_abort_hook(2)
+    dist.all_reduce(torch.ones(1))
+    assert calls == []
+    if me.rank == 0:
+        abort()
+    with pytest.raises(CollectiveAborted):
+        repeat(lambda: dist.all_reduce(torch.ones(1)), 3)
+    world._wait_for_pending_works()
+    assert calls == ["kept"]
+
+
 def two_threads(me: Rank) -> None:
     """Sync and async calls on two groups from two threads."""
     groups = [dist.new_group(list(range(me.size))) for _ in range(2)]
@@ -263,6 +282,7 @@ def two_threads(me: Rank) -> None:
 @pytest.mark.parametrize(
     "function",
     [
+        abort_hook,
         callback_uses_the_group,
         coalescing,
         coalescing_is_per_thread,

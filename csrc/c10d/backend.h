@@ -110,6 +110,8 @@ class Backend : public ::c10d::Backend {
   Status failure() const;
   void abort() override;
   void shutdown() override;
+  // The parent's weak reference keeps a child from being destroyed when its last owner goes.
+  void release_resources() override { shutdown(); }
   void enableCollectivesTiming() override {}  // every work knows its duration
   void registerOnCompletionHook(
       std::function<void(std::shared_ptr<::c10d::WorkInfo>)>&& hook) override;

@@ -83,10 +83,10 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
   check_tensor(output, "output");
   check_tensor(input, "input");
   check_same_dtype(output, input, "output");
-  check_overlap(output, input, false, "output");
   auto op = moving_op(Collective::AllToAll, input);
   op.inputs = pieces(input, input_splits, current_size_, "input");
   op.outputs = pieces(output, output_splits, current_size_, "output");
+  check_overlap(op, -1, "output");
   const auto me = static_cast<size_t>(current_rank_);
   TORCH_CHECK_VALUE(op.inputs[me].nbytes == op.outputs[me].nbytes,
                     "output: this rank sends itself ", op.inputs[me].nbytes, " bytes but expects ",
@@ -102,21 +102,14 @@ Backend::WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
 
 Backend::WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs,
                                    const ::c10d::AllToAllOptions& opts) {
-  const auto size = static_cast<size_t>(current_size_);
-  check_length(outputs.size(), size, "output");
-  check_length(inputs.size(), size, "input");
-  check_tensors(outputs, "output");
-  check_tensors(inputs, "input");
-  for (size_t rank = 0; rank < size; ++rank) {
-    check_same_dtype(inputs[rank], inputs[0], "input");
-    check_same_dtype(outputs[rank], inputs[0], "output");
-    check_overlap(outputs[rank], inputs[rank], false, "output");
-  }
-  const auto me = static_cast<size_t>(current_rank_);
-  check_numel(outputs[me], inputs[me].numel(), "output[rank]");
-  auto op = moving_op(Collective::AllToAll, inputs[0]);
+  check_length(inputs.size(), static_cast<size_t>(current_size_), "input");
+  const auto& mine = inputs[static_cast<size_t>(current_rank_)];
+  check_tensor_per_rank(inputs, current_size_, current_rank_, mine, "input");
+  check_tensor_per_rank(outputs, current_size_, current_rank_, mine, "output");
+  auto op = moving_op(Collective::AllToAll, mine);
   op.inputs = buffers(inputs);
   op.outputs = buffers(outputs);
+  check_overlap(op, -1, "output");
   return run({OpType::ALLTOALL,
               "gpumode:all_to_all",
               {std::move(op)},

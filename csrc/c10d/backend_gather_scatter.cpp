@@ -15,17 +15,11 @@ Backend::WorkPtr Backend::allgather(TensorLists& outputs, Tensors& inputs,
                                     const ::c10d::AllgatherOptions& opts) {
   const auto& input = only(inputs, "input");
   const auto& list = only(outputs, "output");
-  check_length(list.size(), static_cast<size_t>(current_size_), "output");
-  check_tensors(list, "output");
-  const auto me = static_cast<size_t>(current_rank_);
-  check_numel(list[me], input.numel(), "output[rank]");
-  for (size_t rank = 0; rank < list.size(); ++rank) {
-    check_same_dtype(list[rank], input, "output");
-    check_overlap(list[rank], input, rank == me, "output");
-  }
+  check_tensor_per_rank(list, current_size_, current_rank_, input, "output");
   auto op = moving_op(Collective::AllGather, input);
   op.inputs = {buffer(input)};
   op.outputs = buffers(list);
+  check_overlap(op, current_rank_, "output");
   return run({OpType::ALLGATHER,
               "gpumode:all_gather",
               {std::move(op)},
@@ -43,6 +37,7 @@ Backend::Call Backend::all_gather_call(const at::Tensor& output, const at::Tenso
   auto op = moving_op(Collective::AllGather, input);
   op.inputs = {buffer(input)};
   op.outputs = pieces(output, current_size_, "output");
+  check_overlap(op, current_rank_, "output");
   return {OpType::_ALLGATHER_BASE,
           "gpumode:all_gather_into_tensor",
           {std::move(op)},
@@ -66,17 +61,16 @@ Backend::WorkPtr Backend::allgather_coalesced(TensorLists& outputs, Tensors& inp
                     " ranks, got ", outputs.size());
   std::vector<Call> calls;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    auto op = moving_op(Collective::AllGather, inputs[i]);
-    op.inputs = {buffer(inputs[i])};
     Tensors gathered;
     for (const auto& list : outputs) {
       check_length(list.size(), inputs.size(), "output");
-      check_tensor(list[i], "output");
-      check_same_dtype(list[i], inputs[i], "output");
       gathered.push_back(list[i]);
     }
-    check_numel(gathered[static_cast<size_t>(current_rank_)], inputs[i].numel(), "output[rank]");
+    check_tensor_per_rank(gathered, current_size_, current_rank_, inputs[i], "output");
+    auto op = moving_op(Collective::AllGather, inputs[i]);
+    op.inputs = {buffer(inputs[i])};
     op.outputs = buffers(gathered);
+    check_overlap(op, current_rank_, "output");
     calls.push_back({OpType::ALLGATHER,
                      "",
                      {std::move(op)},
@@ -109,17 +103,11 @@ Backend::WorkPtr Backend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                          const ::c10d::ReduceScatterOptions& opts) {
   const auto& output = only(outputs, "output");
   const auto& list = only(inputs, "input");
-  check_length(list.size(), static_cast<size_t>(current_size_), "input");
-  check_tensors(list, "input");
-  const auto me = static_cast<size_t>(current_rank_);
-  check_numel(output, list[me].numel(), "output");
-  for (size_t rank = 0; rank < list.size(); ++rank) {
-    check_same_dtype(list[rank], output, "input");
-    check_overlap(output, list[rank], rank == me, "output");
-  }
+  check_tensor_per_rank(list, current_size_, current_rank_, output, "input");
   auto op = reducing_op(Collective::ReduceScatter, opts.reduceOp, output, "output");
   op.inputs = buffers(list);
   op.outputs = {buffer(output)};
+  check_overlap(op, current_rank_, "output");
   return run({OpType::REDUCE_SCATTER,
               "gpumode:reduce_scatter",
               {std::move(op)},
@@ -138,6 +126,7 @@ Backend::Call Backend::reduce_scatter_call(const at::Tensor& output, const at::T
   auto op = reducing_op(Collective::ReduceScatter, reduce_op, input, "input");
   op.inputs = pieces(input, current_size_, "input");
   op.outputs = {buffer(output)};
+  check_overlap(op, current_rank_, "output");
   return {OpType::_REDUCE_SCATTER_BASE,
           "gpumode:reduce_scatter_tensor",
           {std::move(op)},
@@ -178,15 +167,9 @@ Backend::WorkPtr Backend::gather(TensorLists& outputs, Tensors& inputs,
   Tensors list;
   if (op.root == current_rank_) {
     list = only(outputs, "gather_list");
-    check_length(list.size(), static_cast<size_t>(current_size_), "gather_list");
-    check_tensors(list, "gather_list");
-    const auto me = static_cast<size_t>(current_rank_);
-    check_numel(list[me], input.numel(), "gather_list[rank]");
-    for (size_t rank = 0; rank < list.size(); ++rank) {
-      check_same_dtype(list[rank], input, "gather_list");
-      check_overlap(list[rank], input, rank == me, "gather_list");
-    }
+    check_tensor_per_rank(list, current_size_, current_rank_, input, "gather_list");
     op.outputs = buffers(list);
+    check_overlap(op, current_rank_, "gather_list");
   } else {
     TORCH_CHECK_VALUE(outputs.empty(), "gather_list: expected none on a rank that is not dst");
   }
@@ -208,15 +191,9 @@ Backend::WorkPtr Backend::scatter(Tensors& outputs, TensorLists& inputs,
   Tensors list;
   if (op.root == current_rank_) {
     list = only(inputs, "scatter_list");
-    check_length(list.size(), static_cast<size_t>(current_size_), "scatter_list");
-    check_tensors(list, "scatter_list");
-    const auto me = static_cast<size_t>(current_rank_);
-    check_numel(output, list[me].numel(), "tensor");
-    for (size_t rank = 0; rank < list.size(); ++rank) {
-      check_same_dtype(list[rank], output, "scatter_list");
-      check_overlap(output, list[rank], rank == me, "tensor");
-    }
+    check_tensor_per_rank(list, current_size_, current_rank_, output, "scatter_list");
     op.inputs = buffers(list);
+    check_overlap(op, current_rank_, "tensor");
   } else {
     TORCH_CHECK_VALUE(inputs.empty(), "scatter_list: expected none on a rank that is not src");
   }
@@ -255,6 +232,7 @@ Backend::WorkPtr Backend::gather_single(at::Tensor& output, at::Tensor& input,
     check_same_dtype(output, input, "output");
     check_numel(output, input.numel() * current_size_, "output");
     op.outputs = pieces(output, current_size_, "output");
+    check_overlap(op, current_rank_, "output");
     outputs = {output};
   }
   return run({OpType::GATHER,

@@ -153,6 +153,9 @@ c10::intrusive_ptr<::c10d::Backend> Backend::split(const StorePtr& store,
   }
   // torch up to 2.13 splits once per device type, with one object behind all of them.
   std::lock_guard<std::mutex> lock(children_mutex_);
+  for (auto it = children_.begin(); it != children_.end();) {
+    it = it->second.expired() ? children_.erase(it) : std::next(it);
+  }
   auto& child =
       children_.try_emplace(opts->group_name, c10::intrusive_ptr<Backend>()).first->second;
   if (auto alive = child.lock(); alive != nullptr && !alive->is_shut_down()) {

@@ -108,16 +108,36 @@ void check_numel(const at::Tensor& tensor, int64_t expected, const char* argumen
                     " elements, got ", tensor.numel());
 }
 
-void check_overlap(const at::Tensor& tensor, const at::Tensor& other, bool in_place,
-                   const char* argument) {
-  const auto a = buffer(tensor), b = buffer(other);
-  if (a.nbytes == 0 || b.nbytes == 0 || (in_place && a.data == b.data && a.nbytes == b.nbytes)) {
-    return;
+void check_tensor_per_rank(const std::vector<at::Tensor>& tensors, int size, int rank,
+                           const at::Tensor& mine, const char* argument) {
+  check_length(tensors.size(), static_cast<size_t>(size), argument);
+  for (const auto& tensor : tensors) {
+    check_tensor(tensor, argument);
+    check_same_dtype(tensor, mine, argument);
   }
-  const auto* a_begin = static_cast<const char*>(a.data);
-  const auto* b_begin = static_cast<const char*>(b.data);
-  TORCH_CHECK_VALUE(a_begin + a.nbytes <= b_begin || b_begin + b.nbytes <= a_begin, argument,
-                    ": overlaps the memory of an input");
+  const auto numel = tensors[static_cast<size_t>(rank)].numel();
+  TORCH_CHECK_VALUE(numel == mine.numel(), argument, "[", rank, "]: expected ", mine.numel(),
+                    " elements, as many as this rank's other tensor has, got ", numel);
+}
+
+void check_overlap(const OpDesc& op, int in_place, const char* argument) {
+  const auto begin = [](const Buffer& buffer) { return static_cast<const char*>(buffer.data); };
+  const auto end = [&](const Buffer& buffer) { return begin(buffer) + buffer.nbytes; };
+  const auto index = [&](size_t i, size_t length) {
+    return length == 1 ? in_place : static_cast<int>(i);
+  };
+  for (size_t i = 0; i < op.inputs.size(); ++i) {
+    for (size_t o = 0; o < op.outputs.size(); ++o) {
+      const auto& input = op.inputs[i];
+      const auto& output = op.outputs[o];
+      const bool same = input.data == output.data && input.nbytes == output.nbytes &&
+                        index(i, op.inputs.size()) == in_place &&
+                        index(o, op.outputs.size()) == in_place && in_place >= 0;
+      TORCH_CHECK_VALUE(same || input.nbytes == 0 || output.nbytes == 0 ||
+                            end(input) <= begin(output) || end(output) <= begin(input),
+                        argument, ": overlaps the memory of an input");
+    }
+  }
 }
 
 int check_rank(int64_t rank, int size, const char* argument) {

@@ -13,15 +13,18 @@ namespace gpumode {
 // From at::Tensor to the core's buffers. Every check throws ValueError naming the argument, before
 // anything is started or changed.
 
-// Dense, contiguous, on the CPU.
+// Dense, contiguous (in its memory format: channels_last counts), on the CPU.
 void check_tensor(const at::Tensor& tensor, const char* argument);
 void check_tensors(const std::vector<at::Tensor>& tensors, const char* argument);
 void check_length(size_t length, size_t expected, const char* argument);
 void check_same_dtype(const at::Tensor& tensor, const at::Tensor& other, const char* argument);
 void check_numel(const at::Tensor& tensor, int64_t expected, const char* argument);
-// No byte of `tensor` may be one of `other`'s, unless they are the very same memory and `in_place`.
-void check_overlap(const at::Tensor& tensor, const at::Tensor& other, bool in_place,
-                   const char* argument);
+// One tensor for each rank, with the dtype of `mine`; this rank's own also has its numel.
+void check_tensor_per_rank(const std::vector<at::Tensor>& tensors, int size, int rank,
+                           const at::Tensor& mine, const char* argument);
+// No output may share a byte with an input, unless both are the same memory at `in_place`, an index
+// into both lists, of which one may be a single buffer; -1 for nowhere.
+void check_overlap(const OpDesc& op, int in_place, const char* argument);
 int check_rank(int64_t rank, int size, const char* argument);
 
 // The one tensor of a list that must hold exactly one.
