@@ -85,14 +85,14 @@ lint: $(stamps)/lint
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m clang_format --dry-run -Werror $(cxx_files)
-	$(PY) -m clang_tidy --quiet $(wildcard csrc/core/*.cpp csrc/core/os/*.cpp csrc/host/*.cpp) \
-	  -- -std=c++20 -Icsrc
+	$(dir $(PY))clang-format --dry-run -Werror $(cxx_files)
+	ls csrc/core/*.cpp csrc/core/os/*.cpp csrc/host/*.cpp | \
+	  xargs -P $(jobs) -I{} $(dir $(PY))clang-tidy --quiet {} -- -std=c++20 -Icsrc
 
 format: $(stamps)/lint
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix-only .
-	$(PY) -m clang_format -i $(cxx_files)
+	$(dir $(PY))clang-format -i $(cxx_files)
 
 test-cpp:
 	@$(MAKE) -s -C tests/cpp -j$(jobs) all
@@ -137,7 +137,8 @@ WHEEL_PYTHON ?= $(shell for python in python3.12 ~/.pyenv/versions/3.12*/bin/pyt
 
 test-wheel:
 	@if command -v nvcc > /dev/null; then \
-	  $(MAKE) wheel-smoke PYTHON=$(WHEEL_PYTHON) TORCH=$(WHEEL_TORCH); \
+	  echo "wheel for $(WHEEL_PYTHON), $(WHEEL_TORCH)"; \
+	  $(MAKE) -s wheel-smoke PYTHON=$(WHEEL_PYTHON) TORCH=$(WHEEL_TORCH); \
 	else echo "SKIPPED the CUDA wheel: there is no nvcc"; fi
 
 .PHONY: wheel-smoke

@@ -13,13 +13,14 @@ namespace {
 constexpr int kThreads = 1024;
 constexpr int kUnroll = 4;
 constexpr int64_t kVec = sizeof(uint4);
+constexpr int64_t kLine = 128;  // bytes that a store of eight threads should fill
 
-// How the bytes are dealt out. The middle is stored as aligned 16-byte vectors; what is left at
-// either end, at most 31 bytes each, is copied byte by byte.
+// How the bytes are dealt out. The middle is stored as 16-byte vectors from the start of a cache
+// line on; what is left at either end, at most 142 bytes each, is copied byte by byte.
 //
-// Loads are aligned too. Where source and destination are aligned differently, each vector is
-// put together from the two aligned source vectors that it straddles, so the middle begins and
-// ends where both of them lie inside the source: nothing outside of it is ever read.
+// Loads are aligned to 16 bytes too. Where source and destination are aligned differently, each
+// vector is put together from the two aligned source vectors that it straddles, so the middle
+// begins and ends where both of them lie inside the source: nothing outside of it is ever read.
 struct Plan {
   int64_t head;      // bytes before the middle
   int64_t num_vecs;  // vectors in the middle
@@ -27,10 +28,9 @@ struct Plan {
 };
 
 Plan make_plan(uintptr_t dst, uintptr_t src, int64_t nbytes) {
-  const auto misaligned = [](uintptr_t address) { return static_cast<int64_t>(address % kVec); };
-  int64_t head = (kVec - misaligned(dst)) % kVec;
-  const int64_t shift = misaligned(src + head);
-  if (shift > head) head += kVec;
+  int64_t head = (kLine - static_cast<int64_t>(dst % kLine)) % kLine;
+  const auto shift = static_cast<int64_t>((src + head) % kVec);
+  if (shift > head) head += kLine;
   // The last vector's second source vector ends kVec - shift bytes after it.
   const int64_t overhang = shift == 0 ? 0 : kVec - shift;
   const int64_t num_vecs = (nbytes - head - overhang) / kVec;
@@ -117,6 +117,7 @@ Status copy(void* dst, const void* src, int64_t nbytes, int num_sms, void* strea
   const Plan plan =
       make_plan(reinterpret_cast<uintptr_t>(dst), reinterpret_cast<uintptr_t>(src), nbytes);
   const int64_t num_useful = std::max<int64_t>(1, (plan.num_vecs + kThreads - 1) / kThreads);
+  // Blocks go to idle multiprocessors first, so one for each keeps the limit; two gain nothing.
   const int64_t num_allowed = num_sms == 0 ? num_sms_there : std::min(num_sms, num_sms_there);
   const auto num_blocks = static_cast<unsigned>(std::min(num_useful, num_allowed));
   select_kernel(plan.shift)<<<num_blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
