@@ -33,7 +33,7 @@ constexpr char kReady = 'R';
 std::string host_name() {
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  struct stat ns {};
+  struct stat ns{};
   if (::stat("/proc/self/ns/net", &ns) == 0) boot += "-" + std::to_string(ns.st_ino);
   return boot;
 }
@@ -131,8 +131,8 @@ class Handshake {
   }
 
   Status lost(int q) const {
-    return {Code::PeerLost, "rank " + std::to_string(q) + " went away while the group was built",
-            {q}};
+    return {
+        Code::PeerLost, "rank " + std::to_string(q) + " went away while the group was built", {q}};
   }
 
   Status timed_out() const {
@@ -140,8 +140,8 @@ class Handshake {
     for (int q = 0; q < size_; ++q) {
       if (q != rank_ && !(said_ready_ ? peers_[q].ready : peers_[q].linked)) missing.push_back(q);
     }
-    return {Code::Timeout, "the group was not built in time: still waiting for " +
-                               ranks_text(missing), missing};
+    return {Code::Timeout,
+            "the group was not built in time: still waiting for " + ranks_text(missing), missing};
   }
 
   // Connects to `q` and hands over our descriptors.
@@ -149,10 +149,11 @@ class Handshake {
     Address address;
     if (Status s = Address::parse(membership_.handles[q], &address); !s.ok()) return s;
     if (address.host != endpoint_.address_.host) {
-      return {Code::InvalidArgument,
-              "rank " + std::to_string(q) + " runs on another host or in another network "
-              "namespace than rank " + std::to_string(rank_) +
-              "; this engine connects ranks of one host"};
+      return {Code::InvalidArgument, "rank " + std::to_string(q) +
+                                         " runs on another host or in another network "
+                                         "namespace than rank " +
+                                         std::to_string(rank_) +
+                                         "; this engine connects ranks of one host"};
     }
     if (!os::connect_local(address.socket, &peers_[q].out).ok()) return lost(q);
     Hello hello{kMagic, kVersion, membership_.uuid, rank_, size_, {}};
@@ -182,8 +183,10 @@ class Handshake {
       polled_.push_back({peers_[q].out.get(), POLLIN, 0});
       if (peers_[q].in) polled_.push_back({peers_[q].in.get(), POLLIN, 0});
     }
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
-    ::poll(polled_.data(), polled_.size(), static_cast<int>(std::min<int64_t>(left.count() + 1, 1000)));
+    const auto left =
+        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
+    ::poll(polled_.data(), polled_.size(),
+           static_cast<int>(std::min<int64_t>(left.count() + 1, 1000)));
 
     for (;;) {
       os::Fd socket;
@@ -229,8 +232,7 @@ class Handshake {
       }
       return {};
     }
-    if (early.from < 0 || early.from >= size_ || early.from == rank_ ||
-        peers_[early.from].linked) {
+    if (early.from < 0 || early.from >= size_ || early.from == rank_ || peers_[early.from].linked) {
       return {Code::InvalidArgument,
               "two members call themselves rank " + std::to_string(early.from) +
                   "; expected each handle once, in the same order on every member"};

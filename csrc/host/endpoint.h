@@ -41,8 +41,8 @@ class Endpoint {
   // everybody has everything, so that it fails on all members or on none, but for a member that
   // dies in the last moment. PeerLost at once if a member dies or closed its endpoint.
   // (*links)[rank] stays empty.
-  Status connect(const Membership& membership, int rank, const os::Fd& segment,
-                 const os::Fd& bell, TimePoint deadline, std::vector<Link>* links);
+  Status connect(const Membership& membership, int rank, const os::Fd& segment, const os::Fd& bell,
+                 TimePoint deadline, std::vector<Link>* links);
 
  private:
   friend class Handshake;

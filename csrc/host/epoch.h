@@ -15,8 +15,8 @@ namespace gpumode::host {
 // who is alive, and the waking of sleepers. It is the group's Channel, too.
 class Epoch : public Channel {
  public:
-  static Status join(Endpoint& endpoint, const Membership& membership, int rank,
-                     TimePoint deadline, std::unique_ptr<Epoch>* epoch);
+  static Status join(Endpoint& endpoint, const Membership& membership, int rank, TimePoint deadline,
+                     std::unique_ptr<Epoch>* epoch);
   ~Epoch() override;
 
   int rank() const override { return rank_; }

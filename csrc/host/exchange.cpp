@@ -127,8 +127,9 @@ void Exchange::read_direct(int publisher) {
 void Exchange::reduce_direct() {
   std::vector<const std::byte*> sources(static_cast<size_t>(epoch_.size()));
   for (int p = 0; p < epoch_.size(); ++p) {
-    sources[p] = p == epoch_.rank() ? bytes(plan_.out[p])
-                                    : epoch_.of(p).payload(step_) + payload_offset(p, epoch_.rank());
+    sources[p] = p == epoch_.rank()
+                     ? bytes(plan_.out[p])
+                     : epoch_.of(p).payload(step_) + payload_offset(p, epoch_.rank());
   }
   reduce(*plan_.reduction, sources.data(), epoch_.size(), plan_.out[epoch_.rank()].nbytes,
          plan_.result, nullptr);
@@ -140,9 +141,12 @@ bool Exchange::slot_free_of(int reader) const {
   if (published_ < kSlots) return true;  // of earlier ops: all have left those, and so are done
   const uint64_t before = published_ - kSlots + 1;
   const uint64_t reads = div_up(plan_.out[reader].nbytes, piece_bytes());
-  const uint64_t consumed = epoch_.of(reader).consumed(epoch_.rank()).rounds[kContributions].load(
-      std::memory_order_acquire);
-  return consumed - rounds_.published[epoch_.rank()].ring[kContributions] >= std::min(before, reads);
+  const uint64_t consumed = epoch_.of(reader)
+                                .consumed(epoch_.rank())
+                                .rounds[kContributions]
+                                .load(std::memory_order_acquire);
+  return consumed - rounds_.published[epoch_.rank()].ring[kContributions] >=
+         std::min(before, reads);
 }
 
 bool Exchange::slot_free() const {
@@ -187,8 +191,7 @@ bool Exchange::read_rounds() {
     const size_t begin = read_[p] * piece;
     const Buffer& in = plan_.in[p];
     std::memcpy(bytes(in) + begin,
-                epoch_.of(p).slot(kContributions, round) +
-                    piece_offset(p, epoch_.rank()),
+                epoch_.of(p).slot(kContributions, round) + piece_offset(p, epoch_.rank()),
                 std::min(piece, in.nbytes - begin));
     ++read_[p];
     epoch_.mine().consumed(p).rounds[kContributions].store(round + 1, std::memory_order_release);
@@ -212,8 +215,7 @@ bool Exchange::reduce_round() {
   for (int p = 0; p < epoch_.size(); ++p) {
     const uint64_t round = rounds_.published[p].ring[kContributions] + done;
     sources[p] = p == rank ? bytes(plan_.out[p]) + begin
-                           : epoch_.of(p).slot(kContributions, round) +
-                                 piece_offset(p, rank);
+                           : epoch_.of(p).slot(kContributions, round) + piece_offset(p, rank);
   }
   reduce(*plan_.reduction, sources.data(), epoch_.size(),
          std::min(piece, plan_.out[rank].nbytes - begin), plan_.result + begin, nullptr);

@@ -23,8 +23,8 @@ struct ExchangePlan {
   // Where each rank's bytes go, and how many they must be. Ours may be `out` of ourselves, and are
   // copied if they are not the same memory.
   std::vector<Buffer> in;
-  // If set, `in` only says how many bytes to read, and their reduction in rank order, with out[rank]
-  // for our part, goes to `result`.
+  // If set, `in` only says how many bytes to read, and their reduction in rank order, with
+  // out[rank] for our part, goes to `result`.
   std::optional<Reduction> reduction;
   std::byte* result = nullptr;
 };

@@ -94,8 +94,9 @@ Status HostEngine::start(const Tag& tag, std::vector<OpDesc> parts, Lane lane) {
   }
   for (const OpDesc& part : parts) {
     if (is_p2p(part.collective) != tag.p2p()) {
-      return {Code::InvalidArgument, "one coalesced op holds collectives or point-to-point "
-                                     "transfers, not both"};
+      return {Code::InvalidArgument,
+              "one coalesced op holds collectives or point-to-point "
+              "transfers, not both"};
     }
   }
   {
@@ -176,8 +177,7 @@ bool HostEngine::poll_transfers(std::vector<Completion>* finished) {
     Transfers& transfers = it->second;
     if (transfer.source >= 0) transfers.source = transfer.source;
     if (--transfers.num_open > 0 && transfer.status.ok()) continue;
-    finished->push_back({{tag_epoch_, 0, it->first}, std::move(transfer.status),
-                         transfers.source});
+    finished->push_back({{tag_epoch_, 0, it->first}, std::move(transfer.status), transfers.source});
     transfers_.erase(it);
   }
   finished_transfers_.clear();
@@ -217,8 +217,8 @@ void HostEngine::abort() {
 Status HostEngine::rebuild(const Membership& membership, int rank, TimePoint deadline) {
   const int size = static_cast<int>(membership.handles.size());
   if (size < 1 || size > kMaxSize) {
-    return {Code::InvalidArgument, "handles: " + std::to_string(size) +
-                                       " members; expected 1 to " + std::to_string(kMaxSize)};
+    return {Code::InvalidArgument, "handles: " + std::to_string(size) + " members; expected 1 to " +
+                                       std::to_string(kMaxSize)};
   }
   if (rank < 0 || rank >= size || membership.handles[rank] != handle()) {
     return {Code::InvalidArgument,

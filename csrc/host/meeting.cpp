@@ -81,10 +81,10 @@ Status Meeting::check_sizes() const {
       const uint64_t sent = epoch_.of(p).sent(id_.step)[q];
       const uint64_t expected = epoch_.of(q).expected(id_.step)[p];
       if (sent == expected) continue;
-      return {Code::Mismatch, "op " + std::to_string(id_.seq) + " of the group, " +
-                                  signature_.str() + ": rank " + std::to_string(p) + " has " +
-                                  std::to_string(sent) + " bytes for rank " + std::to_string(q) +
-                                  ", which expects " + std::to_string(expected),
+      return {Code::Mismatch,
+              "op " + std::to_string(id_.seq) + " of the group, " + signature_.str() + ": rank " +
+                  std::to_string(p) + " has " + std::to_string(sent) + " bytes for rank " +
+                  std::to_string(q) + ", which expects " + std::to_string(expected),
               {p, q}};
     }
   }

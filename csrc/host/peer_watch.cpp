@@ -81,12 +81,12 @@ PeerWatch& PeerWatch::instance() {
 
 PeerWatch::State& PeerWatch::state() {
   std::lock_guard<std::mutex> lock(instance_mutex);
-  static const int registered = pthread_atfork([] { instance_mutex.lock(); },
-                                               [] { instance_mutex.unlock(); },
-                                               [] {
-                                                 current_state = nullptr;
-                                                 instance_mutex.unlock();
-                                               });
+  static const int registered =
+      pthread_atfork([] { instance_mutex.lock(); }, [] { instance_mutex.unlock(); },
+                     [] {
+                       current_state = nullptr;
+                       instance_mutex.unlock();
+                     });
   (void)registered;
   if (current_state == nullptr) current_state = new State;
   return *static_cast<State*>(current_state);

@@ -8,9 +8,10 @@
 namespace gpumode::host {
 
 // Notices dead peers at once, without anybody's polling. There are three signs, and the first
-// counts: the word of the peer's life (see ProcessLife), which comes at once; its pidfd, which comes
-// when its memory is freed; and the end of a socket to it, which may come only after all children
-// that have inherited it are gone, but also comes when the peer leaves a group and lives on.
+// counts: the word of the peer's life (see ProcessLife), which comes at once; its pidfd, which
+// comes when its memory is freed; and the end of a socket to it, which may come only after all
+// children that have inherited it are gone, but also comes when the peer leaves a group and lives
+// on.
 class PeerWatch {
  public:
   static PeerWatch& instance();

@@ -41,8 +41,7 @@ bool PointToPoint::poll(std::vector<Finished>* finished) {
   return moved;
 }
 
-void PointToPoint::finish(uint64_t id, Status status, int source,
-                          std::vector<Finished>* finished) {
+void PointToPoint::finish(uint64_t id, Status status, int source, std::vector<Finished>* finished) {
   --num_open_;
   finished->push_back({id, std::move(status), source});
 }
@@ -67,7 +66,8 @@ bool PointToPoint::announce(int peer, std::vector<Finished>* finished) {
     record.nbytes = send.buffer.nbytes;
     record.tag = send.tag;
     record.dtype = static_cast<uint8_t>(send.dtype);
-    record.eager = send.buffer.nbytes <= kEagerBytes && to.eager_sent - matched < kMaxUnmatchedEager;
+    record.eager =
+        send.buffer.nbytes <= kEagerBytes && to.eager_sent - matched < kMaxUnmatchedEager;
     if (record.eager != 0) {
       if (send.buffer.nbytes != 0) {
         std::memcpy(record.payload, send.buffer.data, send.buffer.nbytes);
@@ -135,7 +135,8 @@ bool PointToPoint::take_records(int peer, std::vector<Finished>* finished) {
   if (tail == head) return false;
   for (; tail != head; ++tail) {
     const Record& record = outbox.records[tail % kRecords];
-    Unmatched send{record.id, record.nbytes, record.tag, static_cast<DType>(record.dtype),
+    Unmatched send{record.id,         record.nbytes,
+                   record.tag,        static_cast<DType>(record.dtype),
                    record.eager != 0, {}};
     auto it = std::find_if(posted_.begin(), posted_.end(), [&](const Transfer& receive) {
       return receive.tag == send.tag && (receive.peer == peer || receive.peer == kAnySource);
@@ -184,16 +185,16 @@ void PointToPoint::accept(const Transfer& receive, int peer, const Unmatched& se
                               std::memory_order_release);
   }
   if (send.nbytes != receive.buffer.nbytes || send.dtype != receive.dtype) {
-    finish(receive.id,
-           {Code::Mismatch,
-            "tag " + std::to_string(send.tag) + ": rank " + std::to_string(peer) + " sends " +
-                std::to_string(send.nbytes / itemsize(send.dtype)) + " elements of " +
-                name(send.dtype) + " to rank " + std::to_string(epoch_.rank()) +
-                ", which receives " +
-                std::to_string(receive.buffer.nbytes / itemsize(receive.dtype)) + " of " +
-                name(receive.dtype),
-            {peer, epoch_.rank()}},
-           peer, finished);
+    finish(
+        receive.id,
+        {Code::Mismatch,
+         "tag " + std::to_string(send.tag) + ": rank " + std::to_string(peer) + " sends " +
+             std::to_string(send.nbytes / itemsize(send.dtype)) + " elements of " +
+             name(send.dtype) + " to rank " + std::to_string(epoch_.rank()) + ", which receives " +
+             std::to_string(receive.buffer.nbytes / itemsize(receive.dtype)) + " of " +
+             name(receive.dtype),
+         {peer, epoch_.rank()}},
+        peer, finished);
     return;
   }
   if (send.eager) {
@@ -252,12 +253,11 @@ std::vector<int> PointToPoint::waiting_for(uint64_t id) const {
   for (int q = 0; q < epoch_.size(); ++q) {
     const auto& to = to_[q];
     const auto& from = from_[q];
-    const bool needed =
-        std::any_of(to.unannounced.begin(), to.unannounced.end(), has_id) ||
-        std::any_of(to.announced.begin(), to.announced.end(),
-                    [&](const auto& item) { return has_id(item.second); }) ||
-        std::any_of(to.streaming.begin(), to.streaming.end(), streams_id) ||
-        std::any_of(from.streaming.begin(), from.streaming.end(), streams_id);
+    const bool needed = std::any_of(to.unannounced.begin(), to.unannounced.end(), has_id) ||
+                        std::any_of(to.announced.begin(), to.announced.end(),
+                                    [&](const auto& item) { return has_id(item.second); }) ||
+                        std::any_of(to.streaming.begin(), to.streaming.end(), streams_id) ||
+                        std::any_of(from.streaming.begin(), from.streaming.end(), streams_id);
     if (needed) ranks.push_back(q);
   }
   for (const Transfer& receive : posted_) {

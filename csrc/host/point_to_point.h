@@ -86,8 +86,8 @@ class PointToPoint {
   Epoch& epoch_;
   std::vector<ToPeer> to_;
   std::vector<FromPeer> from_;
-  std::list<Transfer> posted_;   // receives without a match, in the order of their posting
-  size_t num_unexamined_ = 0;    // the last so many of posted_ have not met unmatched sends yet
+  std::list<Transfer> posted_;  // receives without a match, in the order of their posting
+  size_t num_unexamined_ = 0;   // the last so many of posted_ have not met unmatched sends yet
   size_t num_open_ = 0;
 };
 

@@ -17,8 +17,8 @@ struct Reduction {
 // of the sources. `nbytes` is the length of each buffer.
 //
 // f16 and bf16 accumulate in f32 and are rounded once. AVG divides by num_sources at the end.
-// Integers wrap. MIN and MAX give NaN where any source is NaN. Of bool, SUM and MAX are "or", PRODUCT and
-// MIN are "and".
+// Integers wrap. MIN and MAX give NaN where any source is NaN. Of bool, SUM and MAX are "or",
+// PRODUCT and MIN are "and".
 void reduce(const Reduction& reduction, const std::byte* const* sources, int num_sources,
             size_t nbytes, std::byte* dst, std::byte* also);
 

@@ -7,8 +7,8 @@
 
 namespace gpumode::host {
 
-// A large reduction, to everybody or to one root: every rank owns a shard. It reduces its shard from
-// everybody's contributions (first phase: reduce-scatter), and publishes the result, which the
+// A large reduction, to everybody or to one root: every rank owns a shard. It reduces its shard
+// from everybody's contributions (first phase: reduce-scatter), and publishes the result, which the
 // others copy (second phase: all-gather; only the root copies for a reduction to one). Both phases
 // are pipelined round by round. For N bytes on n ranks each rank reads and writes, besides its own
 // buffer, 2 (n-1)/n N bytes of shared memory in each phase, the least that staging allows.

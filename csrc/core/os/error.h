@@ -1,8 +1,8 @@
 #pragma once
 
 #include <cerrno>
-#include <cstring>
 #include <string>
+#include <system_error>
 
 #include "core/status.h"
 
@@ -10,7 +10,7 @@ namespace gpumode::os {
 
 // Internal, naming the call that failed and the system's reason (errno).
 inline Status last_error(const std::string& call) {
-  return {Code::Internal, call + ": " + std::strerror(errno)};
+  return {Code::Internal, call + ": " + std::generic_category().message(errno)};
 }
 
 }  // namespace gpumode::os

@@ -133,8 +133,8 @@ void ProcessLife::State::list_waits(std::vector<WaitOne>* waits) const {
   waits->clear();
   const auto add = [waits](const std::atomic<uint32_t>& word) {
     const uint32_t value = word.load(std::memory_order_acquire);
-    waits->push_back({value & ~uint32_t{FUTEX_OWNER_DIED}, reinterpret_cast<uint64_t>(&word),
-                      kShared32, 0});
+    waits->push_back(
+        {value & ~uint32_t{FUTEX_OWNER_DIED}, reinterpret_cast<uint64_t>(&word), kShared32, 0});
   };
   add(changes);
   for (const auto& [id, peer] : watched) {
@@ -153,12 +153,12 @@ ProcessLife* current = nullptr;
 ProcessLife& ProcessLife::instance() {
   std::lock_guard<std::mutex> lock(instance_mutex);
   // Neither the thread nor the word of the parent is the child's.
-  static const int registered = pthread_atfork([] { instance_mutex.lock(); },
-                                               [] { instance_mutex.unlock(); },
-                                               [] {
-                                                 current = nullptr;
-                                                 instance_mutex.unlock();
-                                               });
+  static const int registered =
+      pthread_atfork([] { instance_mutex.lock(); }, [] { instance_mutex.unlock(); },
+                     [] {
+                       current = nullptr;
+                       instance_mutex.unlock();
+                     });
   (void)registered;
   if (current == nullptr) current = new ProcessLife;
   return *current;

@@ -11,8 +11,8 @@ namespace gpumode::os {
 
 // The life of this process as a word in shared memory, which the kernel marks when the process
 // begins to die, whatever kills it (a robust futex). That is before its memory is freed, and long
-// before a pidfd or a socket tells: freeing takes 0.2 ms per MiB on a busy machine, so a rank with a
-// model in memory would be missed for hundreds of milliseconds.
+// before a pidfd or a socket tells: freeing takes 0.2 ms per MiB on a busy machine, so a rank with
+// a model in memory would be missed for hundreds of milliseconds.
 //
 // Where the kernel cannot wait for several words (before Linux 5.16, some sandboxes) the other
 // signs remain.

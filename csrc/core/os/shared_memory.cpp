@@ -38,7 +38,7 @@ Status SharedMemory::create(size_t nbytes, SharedMemory* memory, Fd* fd) {
 }
 
 Status SharedMemory::map(const Fd& fd, size_t nbytes, bool writable, SharedMemory* memory) {
-  struct stat info {};
+  struct stat info{};
   if (::fstat(fd.get(), &info) != 0) return last_error("fstat");
   if (static_cast<size_t>(info.st_size) < nbytes) {
     return {Code::Internal, "shared memory of a peer is smaller than this version expects"};

@@ -23,8 +23,8 @@ constexpr size_t kMaxFds = 4;
 
 Status address_of(const std::string& name, sockaddr_un* address, socklen_t* length) {
   if (name.empty() || name.size() + 1 > sizeof(address->sun_path)) {
-    return {Code::InvalidArgument, "socket name of " + std::to_string(name.size()) +
-                                       " characters; expected 1 to 107"};
+    return {Code::InvalidArgument,
+            "socket name of " + std::to_string(name.size()) + " characters; expected 1 to 107"};
   }
   *address = {};
   address->sun_family = AF_UNIX;
