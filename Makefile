@@ -38,10 +38,9 @@ pip = $(1) -m pip install --disable-pip-version-check -qq
 
 # What has been done for this environment. Stamps, because pip takes seconds to find out that
 # nothing is to be done.
-stamps := build/stamps/$(shell echo $(abspath $(PY)) | cksum | cut -d " " -f 1)
+stamps := build/stamps/$(shell echo $(abspath $(dir $(PY))) | cksum | cut -d " " -f 1)
 sources := $(shell find csrc -name "*.cpp" -o -name "*.cu" -o -name "*.h")
-cxx_files = $(shell find csrc tests/cpp -name "build*" -prune -o -name "*.cpp" -print \
-  -o -name "*.cu" -print -o -name "*.h" -print)
+cxx_files := $(sources) $(wildcard tests/cpp/*.cpp tests/cpp/*.h)
 
 .PHONY: install demo test lint format wheel clean environment
 .PHONY: test-cpp test-cuda test-python test-wheel
