@@ -84,14 +84,15 @@ lint: $(stamps)/lint
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(dir $(PY))clang-format --dry-run -Werror $(cxx_files)
-	ls csrc/core/*.cpp csrc/core/os/*.cpp csrc/host/*.cpp | \
+	@echo "clang-format and clang-tidy"
+	@$(dir $(PY))clang-format --dry-run -Werror $(cxx_files)
+	@ls csrc/core/*.cpp csrc/core/os/*.cpp csrc/host/*.cpp | \
 	  xargs -P $(jobs) -I{} $(dir $(PY))clang-tidy --quiet {} -- -std=c++20 -Icsrc
 
 format: $(stamps)/lint
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix-only .
-	$(dir $(PY))clang-format -i $(cxx_files)
+	@$(dir $(PY))clang-format -i $(cxx_files)
 
 test-cpp:
 	@$(MAKE) -s -C tests/cpp -j$(jobs) all
