@@ -3,7 +3,7 @@
     python tests/_torch_suite.py gpumode|gloo [name of a test ...]
 
 "gloo" means our backend under gloo's name, since torch gates some tests on it. Prints a line of
-JSON: how many tests passed, how many were skipped, and the output of each that failed.
+JSON: the names of the tests that passed, how many were skipped, and the output of each that failed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
+from typing import Any
 
 NAME, ONLY = sys.argv[1], sys.argv[2:]
 folder = tempfile.TemporaryDirectory()
@@ -35,10 +36,15 @@ for feature in ("ddp", "subgroup", "plugin"):
 if NAME == "gloo":
     dist.Backend._plugins["GLOO"] = dist.Backend._plugins["GPUMODE"]
     _find_events = distributed_test.get_profiling_event
-    # The labels in a profile carry the name of the backend itself.
-    distributed_test.get_profiling_event = lambda name, *args, **kwargs: _find_events(
-        name.replace("gloo:", "gpumode:"), *args, **kwargs
-    )
+
+    def _find_events_of_gloo(name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """The labels in a profile carry the name of the backend itself."""
+        events = _find_events(name.replace("gloo:", "gpumode:"), *args, **kwargs)
+        for event in events:
+            event.name = event.name.replace("gpumode:", "gloo:")
+        return events
+
+    distributed_test.get_profiling_event = _find_events_of_gloo
 
 
 class TorchSuite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
@@ -52,8 +58,9 @@ def main() -> None:
     result = unittest.TestResult()
     unittest.TestSuite(map(TorchSuite, names)).run(result)
     problems = {test._testMethodName: text for test, text in result.failures + result.errors}
-    passed = result.testsRun - len(problems) - len(result.skipped)
-    summary = {"passed": passed, "skipped": len(result.skipped), "failed": problems}
+    skipped = {test._testMethodName for test, _ in result.skipped}
+    passed = [name for name in names if name not in skipped and name not in problems]
+    summary = {"passed": passed, "skipped": len(skipped), "failed": problems}
     print(json.dumps(summary), flush=True)
 
 

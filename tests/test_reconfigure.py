@@ -93,6 +93,28 @@ def test_other_groups(tmp_path):
     run(other_groups, 4, tmp_path)
 
 
+def shrink_a_split(me: Rank) -> None:
+    """A group that split_group made."""
+    world = dist.group.WORLD
+    child = world.split_group([0, 1, 2], group_name="child") if me.rank < 3 else None
+    if child is None or me.rank == 0:
+        return
+    assert (child.rank(), child.size()) == (me.rank, 3)
+    backend = child._get_backend(torch.device("cpu"))
+    store = me.store("handles")
+    store.set(f"child/{me.rank}", backend.handle())
+    handles = [store.get(f"child/{rank}").decode() for rank in (1, 2)]
+    backend.rebuild(5, handles, timedelta(seconds=10))
+    assert (child.rank(), child.size()) == (me.rank - 1, 2)
+    tensor = torch.ones(1)
+    child.allreduce([tensor]).wait()
+    assert tensor.item() == 2
+
+
+def test_shrink_a_split(tmp_path):
+    run(shrink_a_split, 4, tmp_path)
+
+
 def shrink_to_one(me: Rank) -> None:
     if me.rank == 1:
         return

@@ -134,7 +134,6 @@ def failed_future(me: Rank) -> None:
         with pytest.raises(RuntimeError):  # torch.futures wraps what a callback raises
             chained.wait()
         assert failures == [future] or len(failures) == 1
-        assert "abort" in str(work.exception())
         late = dist.all_reduce(torch.ones(2), async_op=True)  # does not raise here
         assert late.is_completed()
         assert not late.is_success()
@@ -326,8 +325,9 @@ def set_timeout(me: Rank) -> None:
             dist.all_reduce(torch.ones(1))
         assert 0.9 < time.monotonic() - began < 2
         assert caught.value.ranks == [1]
+        me.store("done").set("raised", "1")
     else:
-        time.sleep(1.5)
+        me.store("done").wait(["raised"])
 
 
 @pytest.mark.parametrize("function", [ephemeral_timeout, set_timeout])

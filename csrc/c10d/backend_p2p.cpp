@@ -30,7 +30,7 @@ Backend::WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
   op.tag = tag;
   op.outputs = {buffer(tensor)};
   return run(
-      {::c10d::OpType::RECVANYSOURCE, "gpumode:recv_any_source", {std::move(op)}, {}, {tensor}});
+      {::c10d::OpType::RECVANYSOURCE, "gpumode:recvAnySource", {std::move(op)}, {}, {tensor}});
 }
 
 }  // namespace gpumode

@@ -6,6 +6,16 @@
 
 namespace gpumode {
 
+namespace {
+
+// Without the C++ stack that torch's own errors carry.
+std::string text_of(const std::exception& error) {
+  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
+  return torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();
+}
+
+}  // namespace
+
 Bootstrap::Bootstrap(c10::intrusive_ptr<::c10d::Store> store, int rank, int size)
     : store_(std::move(store)), rank_(rank), size_(size) {}
 
@@ -31,7 +41,7 @@ Membership Bootstrap::exchange(const std::string& handle, std::chrono::milliseco
                      missing.empty() ? "the store is gone"
                                      : "within " + std::to_string(timeout.count()) +
                                            " ms these ranks did not come: " + missing,
-                     " (", e.what(), ")");
+                     " (", text_of(e), ")");
   }
   return {uuid_of(handles), std::move(handles)};
 }

@@ -7,11 +7,28 @@
 
 namespace gpumode {
 
+// Overrides splitGroup, whose parameters differ between torch's versions.
+template <typename SplitGroup>
+class SplittingGroup;
+template <typename... Args>
+class SplittingGroup<c10::intrusive_ptr<::c10d::ProcessGroup> (::c10d::ProcessGroup::*)(Args...)>
+    : public ::c10d::ProcessGroup {
+ public:
+  using ::c10d::ProcessGroup::ProcessGroup;
+  c10::intrusive_ptr<::c10d::ProcessGroup> splitGroup(Args... args) override {
+    return following(::c10d::ProcessGroup::splitGroup(args...));
+  }
+
+ protected:
+  virtual c10::intrusive_ptr<::c10d::ProcessGroup> following(
+      c10::intrusive_ptr<::c10d::ProcessGroup> plain) = 0;
+};
+
 // A process group whose rank and size follow its backend through reconfigure(). torch asks a plain
 // group's backend itself from 2.14 on; before, a group's rank and size never change, but the
 // functions that tell them are virtual. Python sees its base class, so that checks of
 // `type(group) is ProcessGroup` hold.
-class Group : public ::c10d::ProcessGroup {
+class Group : public SplittingGroup<decltype(&::c10d::ProcessGroup::splitGroup)> {
  public:
   Group(c10::intrusive_ptr<::c10d::Store> store, c10::intrusive_ptr<Backend> backend);
 
@@ -22,6 +39,10 @@ class Group : public ::c10d::ProcessGroup {
   uint64_t getSequenceNumberForGroup() override { return backend_->getSequenceNumberForGroup(); }
 
  private:
+  // The group that torch made of a split of our backend, as a Group.
+  c10::intrusive_ptr<::c10d::ProcessGroup> following(
+      c10::intrusive_ptr<::c10d::ProcessGroup> plain) override;
+
   c10::intrusive_ptr<Backend> backend_;
 };
 

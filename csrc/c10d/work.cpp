@@ -24,7 +24,9 @@ void complete(Future& future, const Status& status, const std::vector<at::Tensor
 
 Work::Work(int rank, ::c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs,
            std::vector<at::Tensor> outputs)
-    : ::c10d::Work(rank, type, title, inputs), outputs_(std::move(outputs)) {}
+    // The profiler shows the shapes of what an op works on.
+    : ::c10d::Work(rank, type, title, inputs.empty() ? outputs : inputs),
+      outputs_(std::move(outputs)) {}
 
 void Work::start(const std::shared_ptr<Communicator>& communicator, std::shared_ptr<Op> op) {
   communicator_ = communicator;
