@@ -317,7 +317,8 @@ def ephemeral_timeout(me: Rank) -> None:
 
 
 def set_timeout(me: Rank) -> None:
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    backend._set_default_timeout(timedelta(seconds=1))
     dist.all_reduce(torch.ones(1))
     if me.rank == 0:
         began = time.monotonic()

@@ -57,6 +57,7 @@ void bind_backend(py::module_& m) {
       .def(py::init<Backend::StorePtr, int, int, c10::intrusive_ptr<BackendOptions>>(),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"), NoGil())
       .def_property_readonly("options", &Backend::options)
+      .def("_set_default_timeout", &Backend::setTimeout, py::arg("timeout"), NoGil())
       .def("rank", &Backend::current_rank)
       .def("size", &Backend::current_size)
       .def("uuid", &Backend::current_uuid)
