@@ -1,5 +1,7 @@
 #include "host/epoch.h"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -9,6 +11,16 @@
 
 namespace gpumode::host {
 namespace {
+
+void note_processors(Header& header) {
+  cpu_set_t set;
+  static_assert(sizeof(set) == sizeof(header.processors), "one bit each");
+  if (::sched_getaffinity(0, sizeof(set), &set) == 0) {
+    std::memcpy(header.processors, &set, sizeof(set));
+  } else {
+    header.processors[0] = 1;
+  }
+}
 
 Bell& bell(const os::SharedMemory& memory) { return *reinterpret_cast<Bell*>(memory.data()); }
 
@@ -31,10 +43,12 @@ Status Epoch::join(Endpoint& endpoint, const Membership& membership, int rank, T
   std::unique_ptr<Epoch> made(new Epoch(rank, size));
   os::Fd segment_fd, bell_fd;
   if (Status s = Segment::create(size, &made->mine_, &segment_fd); !s.ok()) return s;
+  note_processors(made->mine_.header());
   Status s = os::SharedMemory::create(sizeof(Bell), &made->my_bell_, &bell_fd);
   if (!s.ok()) return s;
   s = endpoint.connect(membership, rank, segment_fd, bell_fd, deadline, &made->links_);
   if (!s.ok()) return s;
+  made->crowded_ = made->count_processors() < size;
   for (int q = 0; q < size; ++q) {
     const Link& link = made->links_[q];
     if (q == rank) continue;
@@ -47,6 +61,16 @@ Status Epoch::join(Endpoint& endpoint, const Membership& membership, int rank, T
   }
   *epoch = std::move(made);
   return {};
+}
+
+int Epoch::count_processors() const {
+  int count = 0;
+  for (size_t word = 0; word < std::size(mine_.header().processors); ++word) {
+    uint64_t any = 0;
+    for (int q = 0; q < size_; ++q) any |= of(q).header().processors[word];
+    count += __builtin_popcountll(any);
+  }
+  return count;
 }
 
 Epoch::~Epoch() {

@@ -34,6 +34,10 @@ class Epoch : public Channel {
   // Read-only for any rank but ours.
   const Segment& of(int rank) const { return rank == rank_ ? mine_ : links_[rank].segment; }
 
+  // Whether there are more members than processors for them, so that a member that waits had better
+  // let another one run. All members say the same.
+  bool crowded() const { return crowded_; }
+
   // Tells peers that our segment changed, and wakes those that sleep.
   void changed();
   // The same for a change that nobody can act on yet.
@@ -49,9 +53,11 @@ class Epoch : public Channel {
 
  private:
   Epoch(int rank, int size);
+  int count_processors() const;
   bool news() const;
 
   const int rank_, size_;
+  bool crowded_ = false;
   Segment mine_;
   os::SharedMemory my_bell_;
   std::vector<Link> links_;

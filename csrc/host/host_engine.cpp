@@ -1,8 +1,5 @@
 #include "host/host_engine.h"
 
-#include <sched.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <deque>
 #include <map>
@@ -21,11 +18,6 @@ namespace {
 constexpr Duration kSpin = std::chrono::microseconds(50);
 // Bounds segments and descriptors; one host has fewer ranks.
 constexpr int kMaxSize = 1024;
-
-int num_processors() {
-  cpu_set_t set;
-  return ::sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
-}
 
 class HostEngine : public Engine {
  public:
@@ -235,7 +227,7 @@ Status HostEngine::rebuild(const Membership& membership, int rank, TimePoint dea
   p2p_ = std::make_unique<PointToPoint>(*epoch_);
   num_steps_ = 0;
   spin_ = options_.spin;
-  if (spin_ < Duration::zero()) spin_ = size <= num_processors() ? kSpin : Duration::zero();
+  if (spin_ < Duration::zero()) spin_ = epoch_->crowded() ? Duration::zero() : kSpin;
   return {};
 }
 

@@ -9,7 +9,7 @@ namespace gpumode::host {
 std::unique_ptr<Task> make_reduce(const Context& context, const OpDesc& op) {
   const Buffer& buffer = op.outputs[0];
   const Reduction reduction{op.reduce_op, op.dtype, op.factor};
-  if (buffer.nbytes > kDirectBytes && context.epoch.size() > 1) {
+  if (TwoPhase::pays(context.epoch, buffer.nbytes)) {
     return std::make_unique<TwoPhase>(context, reduction, buffer, op.root);
   }
   ExchangePlan plan(context.epoch.size());

@@ -18,6 +18,10 @@ class TwoPhase : public Task {
  public:
   static constexpr int kEverybody = -1;
 
+  // Whether it is faster than an exchange in which everybody reads everything; the same answer on
+  // all members.
+  static bool pays(const Epoch& epoch, size_t nbytes);
+
   TwoPhase(const Context& context, const Reduction& reduction, Buffer buffer,
            int root = kEverybody);
 
