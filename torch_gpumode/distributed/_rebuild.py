@@ -34,7 +34,9 @@ from torch_gpumode.distributed.exceptions import CollectiveTimeout, PeerLost, Wo
 
 _logger = logging.getLogger(__name__)
 
-_POLL_S = 0.001, 0.02  # between looks at the store: at first, and at most
+# How long a survivor waits for the decision before it looks again who is there: at first, and at
+# most. Most often the last to come decides at once.
+_LOOK_AGAIN_S = 0.005, 0.05
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def _agree(
 
     store.set(handle_key(current.rank), handle)
     impatient = min(time.monotonic() + patience_s, deadline)
-    poll_s = _POLL_S[0]
+    look_again_s = _LOOK_AGAIN_S[0]
     while not store.check([decision_key]):
         here = [rank for rank in range(current.size) if store.check([handle_key(rank)])]
         awaited = set(range(current.size)) - set(here) - set(dead)
@@ -135,8 +137,8 @@ def _agree(
         elif time.monotonic() >= deadline:
             raise CollectiveTimeout(f"ranks {sorted(awaited)} did not agree on the next membership")
         else:
-            time.sleep(poll_s)
-            poll_s = min(2 * poll_s, _POLL_S[1])
+            _wait(store, decision_key, look_again_s)
+            look_again_s = min(2 * look_again_s, _LOOK_AGAIN_S[1])
     members = json.loads(store.get(decision_key))
     if current.rank not in members:
         raise WorldTooSmall(
@@ -145,5 +147,13 @@ def _agree(
         )
     digest = hashlib.sha256(f"{current.uuid} {members}".encode()).digest()
     uuid = int.from_bytes(digest[:8], "big") >> 1
-    handles = [store.get(handle_key(rank)).decode() for rank in members]
+    handles = [each.decode() for each in store.multi_get([handle_key(rank) for rank in members])]
     return _Membership(uuid, members.index(current.rank), len(members)), handles
+
+
+def _wait(store: dist.Store, key: str, seconds: float) -> None:
+    """Returns when the key is there or the time is up, at which Store.wait would warn on stderr."""
+    for _ in range(5):
+        if store.check([key]):
+            return
+        time.sleep(seconds / 5)
