@@ -94,7 +94,7 @@ def extension() -> Extension:
         # Without ninja, all that tells distutils that a header has changed.
         depends=[str(path) for path in sorted(ROOT.glob("csrc/**/*.h"))],
     )
-    warnings = ["-Wall", "-Wextra"]
+    warnings = ["-Wall", "-Wextra", "-Wno-psabi"]  # no vector crosses a call
     # Also named by -I, which this overrides, so that torch's own headers do not warn.
     torch_headers = [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
     ext.extra_compile_args = {

@@ -101,7 +101,8 @@ void Epoch::announce_failure(const Status& why) {
   std::memcpy(failure.message, why.message.data(), length);
   failure.message[length] = '\0';
   failure.announced.store(1, std::memory_order_release);
-  changed();
+  changed_quietly();
+  ring_sleepers();
 }
 
 bool Epoch::failed(int rank, Status* why) const {
@@ -121,10 +122,23 @@ void Epoch::changed_quietly() {
   events.store(events.load(std::memory_order_relaxed) + 1, std::memory_order_seq_cst);
 }
 
-// Sequentially consistent on both sides, here and in sleep(): either the sleeper sees our event, or
-// we see it asleep.
 void Epoch::changed() {
   changed_quietly();
+  if (crowded_) {
+    peers_to_wake_ = true;
+  } else {
+    ring_sleepers();
+  }
+}
+
+void Epoch::wake_peers() {
+  if (peers_to_wake_) ring_sleepers();
+  peers_to_wake_ = false;
+}
+
+// Sequentially consistent on both sides, here and in sleep(): either the sleeper sees our event, or
+// we see it asleep.
+void Epoch::ring_sleepers() {
   for (int q = 0; q < size_; ++q) {
     if (q == rank_) continue;
     const Link& link = links_[q];

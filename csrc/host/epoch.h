@@ -38,10 +38,13 @@ class Epoch : public Channel {
   // let another one run. All members say the same.
   bool crowded() const { return crowded_; }
 
-  // Tells peers that our segment changed, and wakes those that sleep.
+  // Tells peers that our segment changed, and wakes those that sleep. In a crowd they are woken
+  // later, by wake_peers: each of them would take the processor from a member that has work.
   void changed();
   // The same for a change that nobody can act on yet.
   void changed_quietly();
+  // Wakes peers for the changes since the last call; when there is nothing to do here.
+  void wake_peers();
   // Wakes this rank out of sleep(); from any thread.
   void wake();
 
@@ -54,10 +57,12 @@ class Epoch : public Channel {
  private:
   Epoch(int rank, int size);
   int count_processors() const;
+  void ring_sleepers();
   bool news() const;
 
   const int rank_, size_;
   bool crowded_ = false;
+  bool peers_to_wake_ = false;
   Segment mine_;
   os::SharedMemory my_bell_;
   std::vector<Link> links_;

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "host/copy_out.h"
-
 namespace gpumode::host {
 namespace {
 
@@ -192,9 +190,9 @@ bool Exchange::read_rounds() {
     const uint64_t round = rounds_.published[p].ring[kContributions] + read_[p];
     const size_t begin = read_[p] * piece;
     const Buffer& in = plan_.in[p];
-    copy_out(bytes(in) + begin,
-             epoch_.of(p).slot(kContributions, round) + piece_offset(p, epoch_.rank()),
-             std::min(piece, in.nbytes - begin), in.nbytes);
+    std::memcpy(bytes(in) + begin,
+                epoch_.of(p).slot(kContributions, round) + piece_offset(p, epoch_.rank()),
+                std::min(piece, in.nbytes - begin));
     ++read_[p];
     epoch_.mine().consumed(p).rounds[kContributions].store(round + 1, std::memory_order_release);
     moved = true;

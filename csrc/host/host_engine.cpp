@@ -105,6 +105,8 @@ bool HostEngine::poll(std::vector<Completion>* finished) {
   take_started();
   bool moved = poll_collectives(finished);
   moved |= poll_transfers(finished);
+  // Whoever polls may go away now, or sleep.
+  if (!moved || !finished->empty()) epoch_->wake_peers();
   return moved;
 }
 

@@ -1,162 +1,161 @@
 #include "host/reduce_kernels.h"
 
-#include <algorithm>
 #include <cassert>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 
-// The loops inline into one function per instruction set, so that the compiler vectorises the same
+// The loops inline into one function per instruction set, so that the compiler translates the same
 // source for each; see run() below.
 #define INLINE inline __attribute__((always_inline))
 
 namespace gpumode::host {
 namespace {
 
-INLINE uint32_t bits(float x) {
-  uint32_t u;
-  std::memcpy(&u, &x, sizeof(u));
-  return u;
+// Vectors are written out: what the compiler finds by itself depends on its version and on what it
+// must assume of NaNs, and was ten times slower for half of the types. They have 32 bytes of what
+// is accumulated in; where the machine's are shorter, the compiler takes two.
+constexpr size_t kVectorBytes = 32;
+
+template <class A>
+struct VectorOf {
+  using type __attribute__((vector_size(kVectorBytes))) = A;
+};
+template <class A>
+using Vector = typename VectorOf<A>::type;
+
+using Floats = Vector<float>;
+using Words = Vector<uint32_t>;
+using Halves __attribute__((vector_size(kVectorBytes / 2))) = uint16_t;
+
+INLINE Words bits(Floats x) { return reinterpret_cast<Words>(x); }
+INLINE Floats from_bits(Words u) { return reinterpret_cast<Floats>(u); }
+INLINE Words select(Words mask, Words a, Words b) { return (a & mask) | (b & ~mask); }
+// All bits where a > b. Both below 2^31: machines compare signed numbers.
+INLINE Words above(Words a, int32_t b) {
+  return reinterpret_cast<Words>(reinterpret_cast<Vector<int32_t>>(a) > b);
 }
 
-INLINE float from_bits(uint32_t u) {
-  float x;
-  std::memcpy(&x, &u, sizeof(x));
-  return x;
-}
+// How values of a type lie in memory (Raw), and what they are accumulated in (Acc).
+template <class T>
+struct Plain {
+  using Acc = T;
+  using Raw = Vector<T>;
+  static INLINE Vector<T> widen(Raw raw) { return raw; }
+  static INLINE Raw narrow(Vector<T> x) { return x; }
+};
 
-// The two half formats as conversions in plain integer arithmetic: no branch, so they vectorise
-// without the instructions that only some machines have. Both round to nearest even.
+// The two half formats, converted with integer arithmetic, for which no machine needs an extension.
+// Both round to nearest even.
 struct BF16 {
-  uint16_t raw;
-  INLINE float widen() const { return from_bits(uint32_t{raw} << 16); }
-  static INLINE BF16 narrow(float x) {
-    const uint32_t u = bits(x);
-    const uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-    const uint32_t nan = (u >> 16) | 0x40;
-    return {static_cast<uint16_t>((u & 0x7fffffff) > 0x7f800000 ? nan : rounded)};
+  using Acc = float;
+  using Raw = Halves;
+  static INLINE Floats widen(Raw raw) {
+    return from_bits(__builtin_convertvector(raw, Words) << 16);
+  }
+  static INLINE Raw narrow(Floats x) {
+    const Words u = bits(x);
+    const Words rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    const Words nan = (u >> 16) | 0x40;
+    const Words is_nan = above(u & 0x7fffffff, 0x7f800000);
+    return __builtin_convertvector(select(is_nan, nan, rounded), Halves);
   }
 };
 
 struct F16 {
-  uint16_t raw;
-  INLINE float widen() const {
-    const uint32_t magnitude = raw & 0x7fffu;
-    // Scaling by 2^112 moves the exponent's bias and normalises subnormals on the way.
-    uint32_t u = bits(from_bits(magnitude << 13) * 0x1p112f);
-    u |= magnitude >= 0x7c00 ? 0x7f800000u : 0u;
-    return from_bits(u | (raw & 0x8000u) << 16);
+  using Acc = float;
+  using Raw = Halves;
+  static INLINE Floats widen(Raw raw) {
+    const Words h = __builtin_convertvector(raw, Words);
+    const Words magnitude = h & 0x7fff;
+    const Words normal = (magnitude << 13) + 0x38000000;  // the exponent's bias: 127 - 15
+    // In the binade of 0.5f the smallest subnormal is one ulp. Nothing here computes with f32's own
+    // subnormals, which take a hundred times longer.
+    const Words subnormal = bits(from_bits(magnitude | 0x3f000000) - 0.5f);
+    Words u = select(above(magnitude, 0x3ff), normal, subnormal);
+    // Infinity and NaN have all bits of the exponent.
+    u |= above(magnitude, 0x7bff) & 0x7f800000;
+    return from_bits(u | (h & 0x8000) << 16);
   }
-  static INLINE F16 narrow(float x) {
-    const uint32_t sign = (bits(x) >> 16) & 0x8000;
-    const uint32_t u = bits(x) & 0x7fffffff;
-    const uint32_t normal = (u + 0xfff + ((u >> 13) & 1) - 0x38000000) >> 13;
-    // 0.5f has the ulp of the smallest subnormal, so the addition rounds to a multiple of it.
-    const uint32_t subnormal = bits(from_bits(u) + 0.5f) - 0x3f000000;
-    uint32_t h = u < 0x38800000 ? subnormal : normal;
-    h = u >= 0x47800000 ? 0x7c00 : h;  // 2^16 and above: infinity
-    h = u > 0x7f800000 ? 0x7e00 : h;   // NaN
-    return {static_cast<uint16_t>(h | sign)};
+  static INLINE Raw narrow(Floats x) {
+    const Words sign = (bits(x) >> 16) & 0x8000;
+    const Words u = bits(x) & 0x7fffffff;
+    const Words normal = (u + 0xfff + ((u >> 13) & 1) - 0x38000000) >> 13;
+    // As above: the addition rounds to a multiple of the smallest subnormal.
+    const Words subnormal = bits(from_bits(u) + 0.5f) - 0x3f000000;
+    Words h = select(above(u, 0x387fffff), normal, subnormal);
+    const Words infinity = Words{} + 0x7c00, nan = Words{} + 0x7e00;
+    h = select(above(u, 0x477fffff), infinity, h);  // 2^16 and above
+    h = select(above(u, 0x7f800000), nan, h);
+    return __builtin_convertvector(h | sign, Halves);
   }
 };
 
-// Complex numbers are pairs; only their product is more than two real reductions.
-template <class R>
-struct Complex {
-  R re, im;
-};
-
-template <class T>
-struct Widened {
-  using type = T;
-};
-template <>
-struct Widened<F16> {
-  using type = float;
-};
-template <>
-struct Widened<BF16> {
-  using type = float;
-};
-template <class T>
-using Acc = typename Widened<T>::type;
-
-template <class T>
-INLINE Acc<T> widen(T x) {
-  if constexpr (std::is_same_v<T, Acc<T>>) {
-    return x;
-  } else {
-    return x.widen();
-  }
-}
-
-template <class T>
-INLINE T narrow(Acc<T> x) {
-  if constexpr (std::is_same_v<T, Acc<T>>) {
-    return x;
-  } else {
-    return T::narrow(x);
-  }
-}
-
-// Integers wrap, which is defined for unsigned types only.
+// Integers wrap, which is defined for unsigned ones only.
 template <class A, bool = std::is_integral_v<A>>
-struct Wrapping {
-  using type = A;
+struct WrappingOf {
+  using type = Vector<A>;
 };
 template <class A>
-struct Wrapping<A, true> {
-  // At least int-sized: narrower unsigned types would promote to int and overflow.
-  using type = std::conditional_t<(sizeof(A) < 4), uint32_t, std::make_unsigned_t<A>>;
+struct WrappingOf<A, true> {
+  using type = Vector<std::make_unsigned_t<A>>;
 };
 template <class A>
-using Wrap = typename Wrapping<A>::type;
+using Wrapping = typename WrappingOf<A>::type;
 
+template <class A>
 struct Add {
-  template <class A>
-  INLINE A operator()(A a, A b) const {
-    return static_cast<A>(static_cast<Wrap<A>>(a) + static_cast<Wrap<A>>(b));
+  INLINE Vector<A> operator()(Vector<A> a, Vector<A> b) const {
+    using W = Wrapping<A>;
+    return reinterpret_cast<Vector<A>>(reinterpret_cast<W>(a) + reinterpret_cast<W>(b));
   }
 };
+template <class A>
 struct Multiply {
-  template <class A>
-  INLINE A operator()(A a, A b) const {
-    return static_cast<A>(static_cast<Wrap<A>>(a) * static_cast<Wrap<A>>(b));
-  }
-  template <class R>
-  INLINE Complex<R> operator()(Complex<R> a, Complex<R> b) const {
-    return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
+  INLINE Vector<A> operator()(Vector<A> a, Vector<A> b) const {
+    using W = Wrapping<A>;
+    return reinterpret_cast<Vector<A>>(reinterpret_cast<W>(a) * reinterpret_cast<W>(b));
   }
 };
+template <class A>
 struct Min {
-  template <class A>
-  INLINE A operator()(A a, A b) const {
-    return a < b || a != a ? a : b;
+  INLINE Vector<A> operator()(Vector<A> a, Vector<A> b) const {
+    return ((a < b) | (a != a)) ? a : b;
   }
 };
+template <class A>
 struct Max {
-  template <class A>
-  INLINE A operator()(A a, A b) const {
-    return a > b || a != a ? a : b;
+  INLINE Vector<A> operator()(Vector<A> a, Vector<A> b) const {
+    return ((a > b) | (a != a)) ? a : b;
   }
 };
+template <class A>
 struct And {
-  template <class A>
-  INLINE A operator()(A a, A b) const {
-    return static_cast<A>(a & b);
-  }
+  INLINE Vector<A> operator()(Vector<A> a, Vector<A> b) const { return a & b; }
 };
+template <class A>
 struct Or {
-  template <class A>
-  INLINE A operator()(A a, A b) const {
-    return static_cast<A>(a | b);
-  }
+  INLINE Vector<A> operator()(Vector<A> a, Vector<A> b) const { return a | b; }
 };
+template <class A>
 struct Xor {
-  template <class A>
-  INLINE A operator()(A a, A b) const {
-    return static_cast<A>(a ^ b);
-  }
+  INLINE Vector<A> operator()(Vector<A> a, Vector<A> b) const { return a ^ b; }
+};
+
+// What is done to each source first, and to the result last.
+template <class A>
+struct Keep {
+  INLINE Vector<A> operator()(Vector<A> a) const { return a; }
+};
+template <class A>
+struct DivideBy {
+  A divisor;
+  INLINE Vector<A> operator()(Vector<A> a) const { return a / divisor; }
+};
+template <class A>
+struct MultiplyBy {
+  A factor;
+  INLINE Vector<A> operator()(Vector<A> a) const { return Multiply<A>()(a, Vector<A>{} + factor); }
 };
 
 struct Job {
@@ -168,158 +167,133 @@ struct Job {
   std::byte* also;
 };
 
-template <class T>
-INLINE const T* as(const std::byte* p) {
-  return reinterpret_cast<const T*>(p);
-}
-
-// Two sources, nothing to scale: the common case of the large all-reduce between two ranks, and
-// worth a loop of its own that keeps everything in registers. The pragma's promise holds: dst may
-// be a source, but then at the same index.
-template <class T, class Op>
-INLINE void reduce_pair(const Job& job, Op op) {
-  const T* a = as<T>(job.sources[0]);
-  const T* b = as<T>(job.sources[1]);
-  T* dst = reinterpret_cast<T*>(job.dst);
-  T* also = reinterpret_cast<T*>(job.also);
-  const size_t n = job.nbytes / sizeof(T);
-  if (also == nullptr) {
-#pragma GCC ivdep
-    for (size_t i = 0; i < n; ++i) dst[i] = narrow<T>(op(widen(a[i]), widen(b[i])));
-    return;
-  }
-#pragma GCC ivdep
-  for (size_t i = 0; i < n; ++i) {
-    const T x = narrow<T>(op(widen(a[i]), widen(b[i])));
-    dst[i] = x;
-    also[i] = x;
-  }
-}
-
-// Block by block through an accumulator that stays in the first-level cache.
 template <class T, class Op, class Prepare, class Finish>
-INLINE void reduce_blocks(const Job& job, Op op, Prepare prepare, Finish finish) {
-  constexpr size_t kBlock = 1024;
-  Acc<T> acc[kBlock];
-  const size_t n = job.nbytes / sizeof(T);
-  for (size_t begin = 0; begin < n; begin += kBlock) {
-    const size_t count = std::min(kBlock, n - begin);
-    const T* first = as<T>(job.sources[0]) + begin;
-    for (size_t i = 0; i < count; ++i) acc[i] = prepare(widen(first[i]));
-    for (int s = 1; s < job.num_sources; ++s) {
-      const T* next = as<T>(job.sources[s]) + begin;
-      for (size_t i = 0; i < count; ++i) acc[i] = op(acc[i], prepare(widen(next[i])));
-    }
-    T* dst = reinterpret_cast<T*>(job.dst) + begin;
-    for (size_t i = 0; i < count; ++i) dst[i] = narrow<T>(finish(acc[i]));
-    if (job.also != nullptr) {
-      std::memcpy(job.also + begin * sizeof(T), dst, count * sizeof(T));
-    }
-  }
+INLINE typename T::Raw reduce_vector(const Job& job, size_t offset, size_t nbytes, Op op,
+                                     Prepare prepare, Finish finish) {
+  const auto load = [&](int source) __attribute__((always_inline)) {
+    typename T::Raw raw{};
+    std::memcpy(&raw, job.sources[source] + offset, nbytes);
+    return prepare(T::widen(raw));
+  };
+  auto acc = load(0);
+  for (int s = 1; s < job.num_sources; ++s) acc = op(acc, load(s));
+  return T::narrow(finish(acc));
 }
 
-struct Keep {
-  template <class A>
-  INLINE A operator()(A a) const {
-    return a;
-  }
-};
-template <class A>
-struct DivideBy {
-  A divisor;
-  INLINE A operator()(A a) const { return static_cast<A>(a / divisor); }
-};
-template <class A>
-struct MultiplyBy {
-  A factor;
-  INLINE A operator()(A a) const { return Multiply()(a, factor); }
-};
-
-// The loops, instantiated once for every x86-64 and once for those with AVX2. Wider vectors gain
-// nothing: the loops wait for memory.
 template <class T, class Op, class Prepare, class Finish>
-INLINE void loops(const Job& job, Op op, Prepare prepare, Finish finish) {
-  constexpr bool plain = std::is_same_v<Prepare, Keep> && std::is_same_v<Finish, Keep>;
-  if (plain && job.num_sources == 2) {
-    reduce_pair<T>(job, op);
-  } else {
-    reduce_blocks<T>(job, op, prepare, finish);
+INLINE void loop(const Job& job, Op op, Prepare prepare, Finish finish) {
+  constexpr size_t kStep = sizeof(typename T::Raw);
+  size_t offset = 0;
+  const auto store = [&](typename T::Raw raw, size_t nbytes) __attribute__((always_inline)) {
+    std::memcpy(job.dst + offset, &raw, nbytes);
+    if (job.also != nullptr) std::memcpy(job.also + offset, &raw, nbytes);
+  };
+  for (; offset + kStep <= job.nbytes; offset += kStep) {
+    store(reduce_vector<T>(job, offset, kStep, op, prepare, finish), kStep);
   }
+  // The rest, in a vector that is not full.
+  const size_t rest = job.nbytes - offset;
+  if (rest > 0) store(reduce_vector<T>(job, offset, rest, op, prepare, finish), rest);
 }
 
 #if defined(__x86_64__)
 template <class T, class Op, class Prepare, class Finish>
-__attribute__((noinline, target("avx2"))) void loops_avx2(const Job& job, Op op, Prepare prepare,
-                                                          Finish finish) {
-  loops<T>(job, op, prepare, finish);
+__attribute__((noinline, target("avx2"))) void loop_avx2(const Job& job, Op op, Prepare prepare,
+                                                         Finish finish) {
+  loop<T>(job, op, prepare, finish);
 }
 #endif
 
-template <class T, class Op, class Prepare = Keep, class Finish = Keep>
+// Once for every x86-64 and once for those with AVX2. Wider vectors gain nothing: the loops wait
+// for memory.
+template <class T, class Op, class Prepare = Keep<typename T::Acc>,
+          class Finish = Keep<typename T::Acc>>
 void run(const Job& job, Op op, Prepare prepare = {}, Finish finish = {}) {
 #if defined(__x86_64__)
   static const bool avx2 = __builtin_cpu_supports("avx2");
-  if (avx2) return loops_avx2<T>(job, op, prepare, finish);
+  if (avx2) return loop_avx2<T>(job, op, prepare, finish);
 #endif
-  loops<T>(job, op, prepare, finish);
+  loop<T>(job, op, prepare, finish);
 }
 
 template <class T>
 void reduce_arithmetic(const Job& job) {
-  using A = Acc<T>;
+  using A = typename T::Acc;
   switch (job.reduction.op) {
     case ReduceOp::Sum:
-      return run<T>(job, Add());
+      return run<T>(job, Add<A>());
     case ReduceOp::Product:
-      return run<T>(job, Multiply());
+      return run<T>(job, Multiply<A>());
     case ReduceOp::Min:
-      return run<T>(job, Min());
+      return run<T>(job, Min<A>());
     case ReduceOp::Max:
-      return run<T>(job, Max());
+      return run<T>(job, Max<A>());
     case ReduceOp::Avg:
-      return run<T>(job, Add(), Keep(), DivideBy<A>{static_cast<A>(job.num_sources)});
+      return run<T>(job, Add<A>(), Keep<A>(), DivideBy<A>{static_cast<A>(job.num_sources)});
     case ReduceOp::PreMulSum:
-      return run<T>(job, Add(), MultiplyBy<A>{static_cast<A>(job.reduction.factor)});
+      return run<T>(job, Add<A>(), MultiplyBy<A>{static_cast<A>(job.reduction.factor)});
     default:
       assert(false && "supports() lets no bitwise op through");
   }
 }
 
-template <class T>
+template <class A>
 void reduce_integers(const Job& job) {
   switch (job.reduction.op) {
     case ReduceOp::BAnd:
-      return run<T>(job, And());
+      return run<Plain<A>>(job, And<A>());
     case ReduceOp::BOr:
-      return run<T>(job, Or());
+      return run<Plain<A>>(job, Or<A>());
     case ReduceOp::BXor:
-      return run<T>(job, Xor());
+      return run<Plain<A>>(job, Xor<A>());
     default:
-      return reduce_arithmetic<T>(job);
+      return reduce_arithmetic<Plain<A>>(job);
   }
 }
 
 void reduce_bools(const Job& job) {
+  using Bool = Plain<uint8_t>;
   switch (job.reduction.op) {
     case ReduceOp::Sum:
     case ReduceOp::Max:
     case ReduceOp::BOr:
-      return run<uint8_t>(job, Or());
+      return run<Bool>(job, Or<uint8_t>());
     case ReduceOp::Product:
     case ReduceOp::Min:
     case ReduceOp::BAnd:
-      return run<uint8_t>(job, And());
+      return run<Bool>(job, And<uint8_t>());
     case ReduceOp::BXor:
-      return run<uint8_t>(job, Xor());
+      return run<Bool>(job, Xor<uint8_t>());
     default:
       assert(false && "supports() lets no average of bools through");
   }
 }
 
+// Complex numbers are pairs, and only their product is more than two real reductions. It is rare
+// enough for a plain loop.
+template <class R>
+void multiply_complex(const Job& job) {
+  struct Complex {
+    R re, im;
+  };
+  const auto at = [&](int source, size_t i) {
+    return reinterpret_cast<const Complex*>(job.sources[source])[i];
+  };
+  for (size_t i = 0; i < job.nbytes / sizeof(Complex); ++i) {
+    Complex a = at(0, i);
+    for (int s = 1; s < job.num_sources; ++s) {
+      const Complex b = at(s, i);
+      a = {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
+    }
+    reinterpret_cast<Complex*>(job.dst)[i] = a;
+    if (job.also != nullptr) reinterpret_cast<Complex*>(job.also)[i] = a;
+  }
+}
+
 template <class R>
 void reduce_complex(const Job& job) {
-  if (job.reduction.op == ReduceOp::Product) return run<Complex<R>>(job, Multiply());
-  reduce_arithmetic<R>(job);
+  if (job.reduction.op == ReduceOp::Product) return multiply_complex<R>(job);
+  reduce_arithmetic<Plain<R>>(job);
 }
 
 }  // namespace
@@ -327,15 +301,15 @@ void reduce_complex(const Job& job) {
 void reduce(const Reduction& reduction, const std::byte* const* sources, int num_sources,
             size_t nbytes, std::byte* dst, std::byte* also) {
   const Job job{reduction, sources, num_sources, nbytes, dst, also};
-  switch (job.reduction.dtype) {
+  switch (reduction.dtype) {
     case DType::F16:
       return reduce_arithmetic<F16>(job);
     case DType::BF16:
       return reduce_arithmetic<BF16>(job);
     case DType::F32:
-      return reduce_arithmetic<float>(job);
+      return reduce_arithmetic<Plain<float>>(job);
     case DType::F64:
-      return reduce_arithmetic<double>(job);
+      return reduce_arithmetic<Plain<double>>(job);
     case DType::I8:
       return reduce_integers<int8_t>(job);
     case DType::U8:
