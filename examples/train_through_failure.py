@@ -204,6 +204,8 @@ def train(args: argparse.Namespace, store: dist.Store) -> tuple[DDP, torch.optim
                 log.moments.setdefault("group rebuilt", time.monotonic())
                 step = agree_on_state(model, optimizer, step)
             loss = train_step(model, optimizer, training, step, args.steps)
+        except torch_gpumode.distributed.WorldTooSmall:
+            raise  # the others went on without this rank, or too few are left
         except dist.DistBackendError as error:
             log.moments.setdefault("exception", time.monotonic())
             log.errors.append(type(error).__name__)

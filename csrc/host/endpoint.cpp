@@ -38,12 +38,6 @@ std::string host_name() {
   return boot;
 }
 
-std::string ranks_text(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < ranks.size(); ++i) text += (i ? ", " : "") + std::to_string(ranks[i]);
-  return text;
-}
-
 }  // namespace
 
 Status Address::parse(const std::string& handle, Address* address) {
@@ -141,7 +135,7 @@ class Handshake {
       if (q != rank_ && !(said_ready_ ? peers_[q].ready : peers_[q].linked)) missing.push_back(q);
     }
     return {Code::Timeout,
-            "the group was not built in time: still waiting for " + ranks_text(missing), missing};
+            "the group was not built in time: still waiting for " + name_ranks(missing), missing};
   }
 
   // Connects to `q` and hands over our descriptors.

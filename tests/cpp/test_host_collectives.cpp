@@ -30,7 +30,7 @@ Values poisoned(size_t n) { return Values(n, std::numeric_limits<float>::quiet_N
 std::vector<size_t> interesting_counts() {
   const size_t direct = host::kDirectBytes / sizeof(float);
   const size_t slot = host::kSlotBytes / sizeof(float);
-  return {0, 1, 3, direct, direct + 1, slot - 1, 3 * slot + 77};
+  return {0, 1, 3, direct, direct + 1, slot - 1, 11 * slot + 77};
 }
 
 class Collectives : public testing::TestWithParam<int> {
