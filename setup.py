@@ -19,6 +19,7 @@ from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # a broken install of ours must not stop this
 try:
     import torch
     from torch.utils import cpp_extension
@@ -30,8 +31,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # a PEP 517 build starts without it
 from torch_gpumode import config  # noqa: E402  (imports no torch)
 
-# What runs where no GPU tells: Ampere, Hopper, Blackwell, and later by PTX.
-DEFAULT_ARCH_LIST = "8.0;9.0;10.0;12.0+PTX"
+DEFAULT_ARCH_LIST = "8.0;9.0;10.0;12.0+PTX"  # where no GPU tells: Ampere, Hopper, Blackwell
 
 
 def find_cuda_home() -> Path | None:
@@ -47,8 +47,8 @@ def find_cuda_home() -> Path | None:
 
 
 def nvcc_version(home: Path) -> str:
-    text = subprocess.run([home / "bin/nvcc", "--version"], capture_output=True, text=True).stdout
-    found = re.search(r"release (\d+\.\d+)", text)
+    told = subprocess.run([home / "bin/nvcc", "--version"], capture_output=True, text=True)
+    found = re.search(r"release (\d+\.\d+)", told.stdout)
     return found[1] if found else "unknown"
 
 
@@ -77,8 +77,8 @@ def wheel_includes() -> list[str]:
 
 
 def default_arch_list() -> str:
-    devices = range(torch.cuda.device_count())
-    visible = {"{}.{}".format(*torch.cuda.get_device_capability(device)) for device in devices}
+    capability = torch.cuda.get_device_capability
+    visible = {"{}.{}".format(*capability(i)) for i in range(torch.cuda.device_count())}
     return ";".join(sorted(visible)) or DEFAULT_ARCH_LIST
 
 
@@ -131,8 +131,8 @@ class Build(cpp_extension.BuildExtension):
             "why_not_cuda": WHY_NOT_CUDA,
             "architectures": os.environ.get("TORCH_CUDA_ARCH_LIST") if CUDA_HOME else None,
         }
-        path = Path(self.get_ext_fullpath("torch_gpumode._C")).with_suffix(".json")
-        path.write_text(json.dumps(info, indent=1) + "\n")
+        extension_path = Path(self.get_ext_fullpath("torch_gpumode._C"))
+        extension_path.with_suffix(".json").write_text(json.dumps(info, indent=1) + "\n")
 
 
 setup(
@@ -143,7 +143,7 @@ setup(
     # Triton has a package triton_kernels of its own.
     package_dir={"torch_gpumode.triton_kernels": "triton_kernels"},
     package_data={"torch_gpumode": ["py.typed"]},
-    # The virtual tables that we derive from change with each minor version of torch.
+    # The virtual tables that we derive from change with each minor version.
     install_requires=[f"torch=={'.'.join(torch.__version__.split('.')[:2])}.*"],
     ext_modules=[extension()],
     cmdclass={"build_ext": Build},
