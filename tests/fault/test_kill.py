@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from datetime import timedelta
@@ -66,6 +67,32 @@ def test_one_of_eight_in_a_large_all_reduce(tmp_path):
         assert (name, about) == ("PeerLost", [3])
         assert group_fails
         assert raised - sent < 5, "within seconds, of a timeout of 30"
+
+
+def reduce_with_a_child(me: Rank) -> tuple[str, list[int], float, bool]:
+    """Rank 1 has a child, as DataLoader workers are, which lives on when it dies."""
+    child = os.fork() if me.rank == 1 else -1
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    me.say(child)
+    return reduce_until_it_fails(me, 4_000_000)
+
+
+def test_a_child_that_outlives_the_lost_rank(tmp_path):
+    with Ranks(reduce_with_a_child, 3, tmp_path) as ranks:
+        child = [ranks.heard(rank) for rank in range(3)][1]
+        try:
+            ranks.heard_from_all()
+            sent = ranks.signal(1, signal.SIGKILL)
+            results = ranks.join(lost=(1,))
+            os.kill(child, 0)  # it is still there, and holds what it has inherited
+        finally:
+            os.kill(child, signal.SIGKILL)
+    for rank in (0, 2):
+        name, about, raised, _ = results[rank]
+        assert (name, about) == ("PeerLost", [1])
+        assert raised - sent < 5, "not when the child ends"
 
 
 def wait_in_a_ring(me: Rank) -> tuple[str, float]:
