@@ -108,6 +108,7 @@ class Backend : public ::c10d::Backend {
   uint64_t getSequenceNumberForGroup() override;
   ::c10d::ErrorType getError() override;
   Status failure() const;
+  std::vector<int> dead_ranks() const;
   void abort() override;
   void shutdown() override;
   // The parent's weak reference keeps a child from being destroyed when its last owner goes.

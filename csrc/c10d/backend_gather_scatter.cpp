@@ -33,6 +33,7 @@ Backend::Call Backend::all_gather_call(const at::Tensor& output, const at::Tenso
   check_tensor(output, "output");
   check_tensor(input, "input");
   check_same_dtype(output, input, "output");
+  check_same_format(output, input, "output");
   check_numel(output, input.numel() * current_size_, "output");
   auto op = moving_op(Collective::AllGather, input);
   op.inputs = {buffer(input)};
@@ -122,6 +123,7 @@ Backend::Call Backend::reduce_scatter_call(const at::Tensor& output, const at::T
   check_tensor(output, "output");
   check_tensor(input, "input");
   check_same_dtype(output, input, "output");
+  check_same_format(output, input, "output");
   check_numel(input, output.numel() * current_size_, "input");
   auto op = reducing_op(Collective::ReduceScatter, reduce_op, input, "input");
   op.inputs = pieces(input, current_size_, "input");
@@ -230,6 +232,7 @@ Backend::WorkPtr Backend::gather_single(at::Tensor& output, at::Tensor& input,
   if (op.root == current_rank_) {
     check_tensor(output, "output");
     check_same_dtype(output, input, "output");
+    check_same_format(output, input, "output");
     check_numel(output, input.numel() * current_size_, "output");
     op.outputs = pieces(output, current_size_, "output");
     check_overlap(op, current_rank_, "output");

@@ -60,6 +60,8 @@ uint64_t Backend::getSequenceNumberForGroup() { return communicator()->sequence_
 
 Status Backend::failure() const { return communicator()->failure(); }
 
+std::vector<int> Backend::dead_ranks() const { return communicator()->dead_ranks(); }
+
 ::c10d::ErrorType Backend::getError() {
   switch (failure().code) {
     case Code::Ok:

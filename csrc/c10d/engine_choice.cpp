@@ -1,6 +1,7 @@
 #include "c10d/engine_choice.h"
 
 #include "c10d/exceptions.h"
+#include "host/endpoint.h"
 #include "host/host_engine.h"
 
 namespace gpumode {
@@ -14,5 +15,7 @@ std::unique_ptr<Engine> choose_engine(int rank, Duration spin) {
   throw_if_failed(status);
   return engine;
 }
+
+bool reachable(const std::string& handle) { return host::Endpoint::reachable(handle); }
 
 }  // namespace gpumode

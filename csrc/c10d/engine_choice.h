@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "core/engine.h"
 
@@ -10,5 +11,8 @@ namespace gpumode {
 // A rank that waits polls for `spin` before it sleeps; negative: the data plane decides. Throws if
 // the operating system refuses what it needs.
 std::unique_ptr<Engine> choose_engine(int rank, Duration spin);
+
+// Whether the member behind the handle may still come to a membership.
+bool reachable(const std::string& handle);
 
 }  // namespace gpumode

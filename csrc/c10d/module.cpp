@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "c10d/backend.h"
+#include "c10d/engine_choice.h"
 #include "c10d/exceptions.h"
 #include "c10d/group.h"
 #ifdef GPUMODE_WITH_CUDA
@@ -62,6 +63,7 @@ void bind_backend(py::module_& m) {
       .def("size", &Backend::current_size)
       .def("uuid", &Backend::current_uuid)
       .def("failure", &failure_of)
+      .def("dead_ranks", &Backend::dead_ranks, NoGil())
       .def("handle", &Backend::reconfigure_handle)
       .def(
           "rebuild",
@@ -112,6 +114,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("dst"), py::arg("src"), py::arg("nbytes"), py::arg("num_sms"), py::arg("stream"),
       NoGil(), "Copies bytes between addresses that the current CUDA device can access.");
 #endif
+  m.def("reachable", &reachable, py::arg("handle"), NoGil(),
+        "Whether the member behind a handle may still come: false only if it is gone for good.");
   m.def("shutdown_all", &shutdown_all, NoGil(),
         "Shuts down every group of this process; called at exit.");
 }

@@ -103,6 +103,13 @@ void check_same_dtype(const at::Tensor& tensor, const at::Tensor& other, const c
                     tensor.scalar_type());
 }
 
+void check_same_format(const at::Tensor& tensor, const at::Tensor& other, const char* argument) {
+  TORCH_CHECK_VALUE(tensor.is_contiguous() == other.is_contiguous(), argument,
+                    ": expected strides like those of the other tensors of the call, which are ",
+                    other.strides(), ", got ", tensor.strides(),
+                    "; bytes move as they lie in memory, so call .contiguous() on all");
+}
+
 void check_numel(const at::Tensor& tensor, int64_t expected, const char* argument) {
   TORCH_CHECK_VALUE(tensor.numel() == expected, argument, ": expected ", expected,
                     " elements, got ", tensor.numel());
@@ -114,6 +121,7 @@ void check_tensor_per_rank(const std::vector<at::Tensor>& tensors, int size, int
   for (const auto& tensor : tensors) {
     check_tensor(tensor, argument);
     check_same_dtype(tensor, mine, argument);
+    check_same_format(tensor, mine, argument);
   }
   const auto numel = tensors[static_cast<size_t>(rank)].numel();
   TORCH_CHECK_VALUE(numel == mine.numel(), argument, "[", rank, "]: expected ", mine.numel(),

@@ -18,6 +18,8 @@ void check_tensor(const at::Tensor& tensor, const char* argument);
 void check_tensors(const std::vector<at::Tensor>& tensors, const char* argument);
 void check_length(size_t length, size_t expected, const char* argument);
 void check_same_dtype(const at::Tensor& tensor, const at::Tensor& other, const char* argument);
+// Elements lie in the same order in both, so that their bytes may be moved as they are.
+void check_same_format(const at::Tensor& tensor, const at::Tensor& other, const char* argument);
 void check_numel(const at::Tensor& tensor, int64_t expected, const char* argument);
 // One tensor for each rank, with the dtype of `mine`; this rank's own also has its numel.
 void check_tensor_per_rank(const std::vector<at::Tensor>& tensors, int size, int rank,

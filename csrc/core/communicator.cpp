@@ -201,6 +201,15 @@ int Communicator::size() const {
   return impl_->channel ? impl_->channel->size() : 0;
 }
 
+std::vector<int> Communicator::dead_ranks() const {
+  std::lock_guard<std::mutex> lock(impl_->mutex);
+  std::vector<int> dead;
+  for (int r = 0; impl_->channel != nullptr && r < impl_->channel->size(); ++r) {
+    if (!impl_->channel->alive(r)) dead.push_back(r);
+  }
+  return dead;
+}
+
 uint64_t Communicator::sequence_number() const {
   std::lock_guard<std::mutex> lock(impl_->mutex);
   return impl_->num_collectives;

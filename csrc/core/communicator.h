@@ -100,6 +100,8 @@ class Communicator {
 
   int rank() const;  // -1 while there is no membership
   int size() const;  // 0 while there is no membership
+  // Members of the current membership that are known to be dead, or to have left it.
+  std::vector<int> dead_ranks() const;
   // Collectives submitted so far in this epoch; point-to-point ops do not count.
   uint64_t sequence_number() const;
   Duration timeout() const;

@@ -72,6 +72,13 @@ Status Endpoint::open(int initial_rank, Endpoint* endpoint) {
   return {};
 }
 
+bool Endpoint::reachable(const std::string& handle) {
+  Address address;
+  os::Fd socket;
+  return Address::parse(handle, &address).ok() &&
+         os::connect_local(address.socket, &socket).code != Code::PeerLost;
+}
+
 // One try to meet the members of one epoch. Every member connects to every other and hands over
 // its descriptors there; of the two connections of a pair the one that the higher rank made stays.
 class Handshake {
@@ -129,6 +136,12 @@ class Handshake {
         Code::PeerLost, "rank " + std::to_string(q) + " went away while the group was built", {q}};
   }
 
+  // A connection of a member that is not ready has ended: it is dead, or has given up this try.
+  Status closed(int q) const {
+    if (!Endpoint::reachable(membership_.handles[q])) return lost(q);
+    return {Code::Aborted, "rank " + std::to_string(q) + " gave up building the group"};
+  }
+
   Status timed_out() const {
     std::vector<int> missing;
     for (int q = 0; q < size_; ++q) {
@@ -149,19 +162,21 @@ class Handshake {
                                          std::to_string(rank_) +
                                          "; this engine connects ranks of one host"};
     }
-    if (!os::connect_local(address.socket, &peers_[q].out).ok()) return lost(q);
+    Status status = os::connect_local(address.socket, &peers_[q].out);
+    if (!status.ok()) return status.code == Code::PeerLost ? lost(q) : status;
     Hello hello{kMagic, kVersion, membership_.uuid, rank_, size_, {}};
     std::memcpy(hello.token, address.token.data(), sizeof(hello.token));
-    if (!os::send_message(peers_[q].out, &hello, sizeof(hello), fds_).ok()) return lost(q);
-    return {};
+    status = os::send_message(peers_[q].out, &hello, sizeof(hello), fds_);
+    return status.code == Code::PeerLost ? lost(q) : status;
   }
 
   Status say_ready() {
     said_ready_ = true;
     for (int q = 0; q < size_; ++q) {
       if (q == rank_) continue;
-      if (!os::send_message(peers_[q].out, &kReady, 1, {}).ok() && !peers_[q].ready) {
-        return lost(q);
+      const Status status = os::send_message(peers_[q].out, &kReady, 1, {});
+      if (!status.ok() && !peers_[q].ready) {
+        return status.code == Code::PeerLost ? lost(q) : status;
       }
     }
     return {};
@@ -249,13 +264,13 @@ class Handshake {
     os::Received received;
     if (peer.in) {
       if (Status s = os::receive_message(peer.in, &byte, 1, &received); !s.ok()) return s;
-      if (received.nbytes == 0) return lost(q);
+      if (received.nbytes == 0) return closed(q);
       peer.ready = received.nbytes == 1 && byte == kReady;
     }
     if (peer.ready) return {};
     // Nothing is ever sent to us on the connection that we made: readable means closed.
     if (Status s = os::receive_message(peer.out, &byte, 1, &received); !s.ok()) return s;
-    return received.nbytes == 0 ? lost(q) : Status();
+    return received.nbytes == 0 ? closed(q) : Status();
   }
 
   void hand_over(std::vector<Link>* links) {

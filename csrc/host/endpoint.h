@@ -36,6 +36,10 @@ class Endpoint {
   static Status open(int initial_rank, Endpoint* endpoint);
 
   const std::string& handle() const { return handle_; }
+  // False if nobody listens behind the handle any more: its process is dead, or its group
+  // destroyed. Each call costs the other side a descriptor until it connects to a membership the
+  // next time.
+  static bool reachable(const std::string& handle);
 
   // Meets all other members, hands each our segment and bell, and takes theirs. Returns once
   // everybody has everything, so that it fails on all members or on none, but for a member that

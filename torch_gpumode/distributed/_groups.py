@@ -92,6 +92,13 @@ def reconfigure(
     _remember_ranks(pg, global_ranks.tolist(), is_world)
 
 
+def remember_members(pg: dist.ProcessGroup, origins: list[int]) -> None:
+    """Tells torch's tables of a membership whose rank r was rank `origins[r]` in the tables."""
+    is_world = pg is distributed_c10d._get_default_group()
+    global_ranks = {rank: each for each, rank in distributed_c10d._world.pg_group_ranks[pg].items()}
+    _remember_ranks(pg, [global_ranks[rank] for rank in origins], is_world)
+
+
 def _remember_ranks(pg: dist.ProcessGroup, global_ranks: list[int], is_world: bool) -> None:
     """Tells torch's tables who is who: `global_ranks` are those of `pg`'s members, before."""
     tables = distributed_c10d._world.pg_group_ranks

@@ -29,7 +29,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from torch_gpumode.distributed._groups import backend_of, reconfigure
+from torch_gpumode.distributed._backend import C
+from torch_gpumode.distributed._groups import backend_of, remember_members
 from torch_gpumode.distributed.exceptions import CollectiveTimeout, PeerLost, WorldTooSmall
 
 _logger = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ _logger = logging.getLogger(__name__)
 # How long a survivor waits for the decision before it looks again who is there: at first, and at
 # most. Most often the last to come decides at once.
 _LOOK_AGAIN_S = 0.005, 0.05
+# The part of the time left for which ranks are waited for that may be frozen.
+_PATIENCE = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,14 @@ class _Membership:
 
     uuid: int
     rank: int
-    size: int
+    # By rank: the rank in the membership that torch's tables know, which is the last one built.
+    origins: list[int]
+    # By rank: what reaches the member. Unknown of the membership that a group was made with.
+    handles: list[str] | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.origins)
 
 
 # What was decided last, where it could not be built: by group, with the uuid of the last that was.
@@ -60,8 +70,9 @@ def rebuild(
     """Rebuilds a group with the ranks that are left. Called by each of them after a failure.
 
     The group stays the same object, with new ranks in the old order; see `reconfigure` for what
-    that means for global ranks and other groups. Ranks that are known to be dead are not waited
-    for; others, such as a frozen one, are for half of `timeout`.
+    that means for global ranks and other groups. A group that has not failed is aborted, so that
+    the others come too. Ranks that are known to be dead are not waited for; others, such as a
+    frozen one, are for a third of `timeout`.
 
     Args:
         group: the default group if None.
@@ -72,52 +83,46 @@ def rebuild(
         WorldTooSmall: fewer than `min_size` ranks are left, or they went on without this one.
         CollectiveTimeout: there was no agreement within `timeout`.
         torch.distributed.DistStoreError, torch.distributed.DistNetworkError: the store is gone.
-        ValueError: `min_size` is not positive, or the group has no gpumode backend.
+        ValueError: `min_size` or `timeout` is not positive, or the group has no gpumode backend.
     """
     if min_size < 1:
         raise ValueError(f"min_size: expected 1 or more, got {min_size}")
+    if timeout is not None and timeout <= timedelta(0):
+        raise ValueError(f"timeout: expected a positive one, got {timeout}")
     pg = group if group is not None else distributed_c10d._get_default_group()
     backend = backend_of(pg)
     timeout_s = (timeout if timeout is not None else backend.options._timeout).total_seconds()
     deadline = time.monotonic() + timeout_s
     store = distributed_c10d._world.pg_map[pg][1]
 
-    dead = _known_dead(backend)
-    current = _Membership(backend.uuid(), backend.rank(), backend.size())
+    if backend.failure() is None:
+        backend.abort()
+    current = _Membership(backend.uuid(), backend.rank(), list(range(backend.size())))
     base, later = _decided.get(pg, (current.uuid, current))
-    if base == current.uuid and later != current:
-        current, dead = later, []
+    if base == current.uuid:
+        current = later
+    lost: list[int] = []  # of `current`, as its attempt has found
     while True:
-        current, handles = _agree(store, current, backend.handle(), dead, deadline, timeout_s / 2)
+        current, handles = _agree(store, backend, current, lost, deadline)
         _decided[pg] = backend.uuid(), current
         if current.size < min_size:
             raise WorldTooSmall(f"{current.size} ranks are left, and min_size is {min_size}")
         # The attempt may take half of what is left, so that there can be another.
         attempt_s = max((deadline - time.monotonic()) / 2, 0.001)
         try:
-            reconfigure(current.uuid, handles, pg, timedelta(seconds=attempt_s))
+            backend.rebuild(current.uuid, handles, timedelta(seconds=attempt_s))
         except dist.DistBackendError as error:
             _logger.warning("rebuilding %s failed, agreeing again: %s", pg.group_name, error)
             if time.monotonic() >= deadline:
                 raise
-            dead = error.ranks if isinstance(error, PeerLost) else []
+            lost = error.ranks if isinstance(error, PeerLost) else []
         else:
+            remember_members(pg, current.origins)
             return
 
 
-def _known_dead(backend: Any) -> list[int]:
-    """Returns the ranks whose death closed the group."""
-    failure = backend.failure()
-    return failure[2] if failure is not None and failure[0] == "PeerLost" else []
-
-
 def _agree(
-    store: dist.Store,
-    current: _Membership,
-    handle: str,
-    dead: list[int],
-    deadline: float,
-    patience_s: float,
+    store: dist.Store, backend: Any, current: _Membership, lost: list[int], deadline: float
 ) -> tuple[_Membership, list[str]]:
     """Returns the membership after `current`, the same on all ranks, and its members' handles."""
     prefix = f"gpumode/after/{current.uuid}"
@@ -126,15 +131,21 @@ def _agree(
     def handle_key(rank: int) -> str:
         return f"{prefix}/handle/{rank}"
 
-    store.set(handle_key(current.rank), handle)
-    impatient = min(time.monotonic() + patience_s, deadline)
+    store.set(handle_key(current.rank), backend.handle())
+    now = time.monotonic()
+    impatient = now + (deadline - now) * _PATIENCE
     look_again_s = _LOOK_AGAIN_S[0]
+    dead = set(lost)
+    num_looks = 0
     while not store.check([decision_key]):
         here = [rank for rank in range(current.size) if store.check([handle_key(rank)])]
-        awaited = set(range(current.size)) - set(here) - set(dead)
-        if not awaited or time.monotonic() >= impatient:
+        num_looks += 1
+        dead |= _newly_dead(backend, current, set(here) | dead, num_looks)
+        awaited = set(range(current.size)) - set(here) - dead
+        now = time.monotonic()
+        if not awaited or now >= impatient:
             store.compare_set(decision_key, "", json.dumps(here))
-        elif time.monotonic() >= deadline:
+        elif now >= deadline:
             raise CollectiveTimeout(f"ranks {sorted(awaited)} did not agree on the next membership")
         else:
             _wait(store, decision_key, look_again_s)
@@ -148,7 +159,22 @@ def _agree(
     digest = hashlib.sha256(f"{current.uuid} {members}".encode()).digest()
     uuid = int.from_bytes(digest[:8], "big") >> 1
     handles = [each.decode() for each in store.multi_get([handle_key(rank) for rank in members])]
-    return _Membership(uuid, members.index(current.rank), len(members)), handles
+    origins = [current.origins[rank] for rank in members]
+    return _Membership(uuid, members.index(current.rank), origins, handles), handles
+
+
+def _newly_dead(backend: Any, current: _Membership, known: set[int], num_looks: int) -> set[int]:
+    """Returns ranks of `current` outside of `known` that will not come any more."""
+    if current.uuid == backend.uuid():
+        return set(backend.dead_ranks()) - known
+    # It was never built, so nobody watches its members: knock at their doors, ever more rarely.
+    if current.handles is None or num_looks & (num_looks - 1):
+        return set()
+    return {
+        rank
+        for rank, handle in enumerate(current.handles)
+        if rank not in known and not C.reachable(handle)
+    }
 
 
 def _wait(store: dist.Store, key: str, seconds: float) -> None:

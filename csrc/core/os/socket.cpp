@@ -33,6 +33,14 @@ Status address_of(const std::string& name, sockaddr_un* address, socklen_t* leng
   return {};
 }
 
+// PeerLost where the reason lies with the peer: it is not there (any more).
+Status peer_error(const std::string& call) {
+  const bool gone = errno == ECONNREFUSED || errno == ECONNRESET || errno == EPIPE;
+  Status status = last_error(call);
+  if (gone) status.code = Code::PeerLost;
+  return status;
+}
+
 }  // namespace
 
 Status listen_local(const std::string& name, Fd* listener) {
@@ -56,7 +64,7 @@ Status connect_local(const std::string& name, Fd* socket) {
   Fd fd(::socket(AF_UNIX, kSocketType, 0), true);
   if (!fd) return last_error("socket");
   if (::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), length) != 0) {
-    return last_error("connect");
+    return peer_error("connect");
   }
   *socket = std::move(fd);
   return {};
@@ -90,7 +98,7 @@ Status send_message(const Fd& socket, const void* data, size_t nbytes,
   }
   // The socket's buffer holds the few small messages that we ever send, so this never blocks.
   if (::sendmsg(socket.get(), &message, MSG_NOSIGNAL) != static_cast<ssize_t>(nbytes)) {
-    return last_error("sendmsg");
+    return peer_error("sendmsg");
   }
   return {};
 }

@@ -14,11 +14,12 @@ namespace gpumode::os {
 // Unix sockets of this host that keep message boundaries, in the abstract namespace (no file to
 // leave behind), non-blocking, closed on exec and on fork.
 Status listen_local(const std::string& name, Fd* listener);
+// PeerLost if nobody listens.
 Status connect_local(const std::string& name, Fd* socket);
 // No connection waiting: Ok with an empty socket.
 Status accept_local(const Fd& listener, Fd* socket);
 
-// Sends one message with descriptors attached.
+// Sends one message with descriptors attached; PeerLost if the peer has closed.
 Status send_message(const Fd& socket, const void* data, size_t nbytes, const std::vector<int>& fds);
 
 struct Received {
