@@ -65,9 +65,10 @@ endif
 
 $(stamps)/built: setup.py pyproject.toml $(sources) $(torch_there) | environment
 	@echo "building (minutes, the first time)"
+	@mkdir -p $(@D) && touch $@.begun  # what is edited meanwhile is newer
 	@$(call pip,$(PY)) "setuptools>=77" ninja
 	@PATH="$(abspath $(dir $(PY))):$$PATH" $(call pip,$(PY)) --no-build-isolation -e .
-	@mkdir -p $(@D) && touch $@
+	@mv $@.begun $@
 
 # The extras of pyproject.toml: stamps/demo, stamps/test, stamps/lint.
 $(stamps)/%: $(stamps)/built pyproject.toml
