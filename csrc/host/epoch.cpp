@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
 
 #include "core/os/cpu_relax.h"
 #include "core/os/futex.h"
@@ -101,8 +102,7 @@ void Epoch::announce_failure(const Status& why) {
   std::memcpy(failure.message, why.message.data(), length);
   failure.message[length] = '\0';
   failure.announced.store(1, std::memory_order_release);
-  changed_quietly();
-  ring_sleepers();
+  changed();
 }
 
 bool Epoch::failed(int rank, Status* why) const {
@@ -124,16 +124,7 @@ void Epoch::changed_quietly() {
 
 void Epoch::changed() {
   changed_quietly();
-  if (crowded_) {
-    peers_to_wake_ = true;
-  } else {
-    ring_sleepers();
-  }
-}
-
-void Epoch::wake_peers() {
-  if (peers_to_wake_) ring_sleepers();
-  peers_to_wake_ = false;
+  ring_sleepers();
 }
 
 // Sequentially consistent on both sides, here and in sleep(): either the sleeper sees our event, or
@@ -170,9 +161,11 @@ bool Epoch::news() const {
 void Epoch::sleep(TimePoint until, Duration spin) {
   const TimePoint spin_until = std::min(until, Clock::now() + spin);
   do {
-    for (int i = 0; i < 32; ++i) {
+    for (int i = 0; i < (crowded_ ? 1 : 32); ++i) {
       if (news()) return;
-      os::cpu_relax();
+      // In a crowd the news may have to come from a member that waits for this processor, and
+      // handing it over costs a fraction of sleeping and being woken.
+      crowded_ ? std::this_thread::yield() : os::cpu_relax();
     }
   } while (Clock::now() < spin_until);
 

@@ -34,23 +34,16 @@ class Epoch : public Channel {
   // Read-only for any rank but ours.
   const Segment& of(int rank) const { return rank == rank_ ? mine_ : links_[rank].segment; }
 
-  // Whether there are more members than processors for them, so that a member that waits had better
-  // let another one run. All members say the same.
-  bool crowded() const { return crowded_; }
-
-  // Tells peers that our segment changed, and wakes those that sleep. In a crowd they are woken
-  // later, by wake_peers: each of them would take the processor from a member that has work.
+  // Tells peers that our segment changed, and wakes those that sleep.
   void changed();
   // The same for a change that nobody can act on yet.
   void changed_quietly();
-  // Wakes peers for the changes since the last call; when there is nothing to do here.
-  void wake_peers();
   // Wakes this rank out of sleep(); from any thread.
   void wake();
 
   // Sleeping in two steps, so that no change is lost: look() before polling remembers what is
   // there; sleep() returns as soon as anything is newer than that, or at `until`. It spins for
-  // `spin` before it sleeps.
+  // `spin` before it sleeps; in a crowd it yields the processor meanwhile.
   void look();
   void sleep(TimePoint until, Duration spin);
 
@@ -61,8 +54,8 @@ class Epoch : public Channel {
   bool news() const;
 
   const int rank_, size_;
+  // Whether there are more members than processors for them.
   bool crowded_ = false;
-  bool peers_to_wake_ = false;
   Segment mine_;
   os::SharedMemory my_bell_;
   std::vector<Link> links_;

@@ -105,8 +105,6 @@ bool HostEngine::poll(std::vector<Completion>* finished) {
   take_started();
   bool moved = poll_collectives(finished);
   moved |= poll_transfers(finished);
-  // Whoever polls may go away now, or sleep.
-  if (!moved || !finished->empty()) epoch_->wake_peers();
   return moved;
 }
 
@@ -228,8 +226,7 @@ Status HostEngine::rebuild(const Membership& membership, int rank, TimePoint dea
   rounds_ = std::make_unique<Rounds>(size);
   p2p_ = std::make_unique<PointToPoint>(*epoch_);
   num_steps_ = 0;
-  spin_ = options_.spin;
-  if (spin_ < Duration::zero()) spin_ = epoch_->crowded() ? Duration::zero() : kSpin;
+  spin_ = options_.spin < Duration::zero() ? kSpin : options_.spin;
   return {};
 }
 

@@ -17,9 +17,8 @@ size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multipl
 bool TwoPhase::pays(const Epoch& epoch, size_t nbytes) {
   if (epoch.size() == 1) return false;
   if (nbytes > kDirectBytes) return true;
-  // Two more rounds of waiting against reading less. Where ranks share processors, each wait is a
-  // change of process, and an exchange is the better one as long as it can be.
-  return !epoch.crowded() && nbytes * static_cast<size_t>(epoch.size() - 1) > kDirectReadBytes;
+  // Two more rounds of waiting against reading less.
+  return nbytes * static_cast<size_t>(epoch.size() - 1) > kDirectReadBytes;
 }
 
 TwoPhase::TwoPhase(const Context& context, const Reduction& reduction, Buffer buffer, int root)
