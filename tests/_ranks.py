@@ -43,6 +43,7 @@ class Rank:
     rank: int
     size: int
     folder: Path
+    store_pid: int
     _port: int
     _connection: Connection
 
@@ -104,7 +105,7 @@ class Ranks:
         self._port = mine.recv()
         for rank in range(size):
             mine, theirs = _context.Pipe()
-            me = Rank(rank, size, self.folder, self._port, theirs)
+            me = Rank(rank, size, self.folder, self._server.pid, self._port, theirs)
             process = _context.Process(
                 target=_main, args=(me, function, args, init, timeout_s, limit_s), daemon=True
             )

@@ -72,7 +72,13 @@ MISTAKES = {
     ),
     "float8 sum": (
         lambda w: w.allreduce([torch.ones(2).to(torch.float8_e5m2)]),
-        "tensors: Float8_e5m2 can be moved but not reduced",
+        "tensors: float8_e5m2 can be moved but not reduced",
+    ),
+    "quantized": (
+        lambda w: backend(w).allreduce(
+            [torch.quantize_per_tensor(torch.ones(2), 1, 0, torch.qint8)]
+        ),
+        "tensors: QInt8 is not supported",
     ),
     "splits too many": (
         lambda w: w.alltoall_base(torch.ones(2), torch.ones(2), [1, 1, 0], [1, 1]),
@@ -230,6 +236,12 @@ def bad_arguments_of_ours(me: Rank) -> None:
     handle = gd.get_reconfigure_handle()
     with pytest.raises(ValueError, match="handles: one of them is there twice"):
         gd.reconfigure(1, [handle, handle])
+    with pytest.raises(ValueError, match="uuid: expected 0 or more, got -7"):
+        gd.reconfigure(-7, [handle])
+    for call in (gd.abort, gd.rebuild, gd.get_reconfigure_handle):
+        for group in ("x", dist.GroupMember.NON_GROUP_MEMBER):
+            with pytest.raises(ValueError, match="group: expected a group"):
+                call(group)
     with pytest.raises(ValueError, match="min_size: "):
         gd.rebuild(min_size=0)
     with pytest.raises(ValueError, match="pg_options: "):
@@ -241,6 +253,22 @@ def bad_arguments_of_ours(me: Rank) -> None:
 
 def test_bad_arguments_of_ours(tmp_path):
     run(bad_arguments_of_ours, 2, tmp_path)
+
+
+def endless_timeouts(me: Rank) -> None:
+    """Longer than nanoseconds can count."""
+    age = timedelta(days=300 * 365)
+    group = dist.new_group([0, 1], timeout=timedelta(days=30))
+    backend(group)._set_default_timeout(age)
+    for _ in range(2):
+        tensor = torch.ones(1)
+        group.allreduce([tensor]).wait(age)
+        assert tensor.item() == me.size
+        gd.rebuild(group, timeout=age)
+
+
+def test_endless_timeouts(tmp_path):
+    run(endless_timeouts, 2, tmp_path)
 
 
 def forked_child(me: Rank) -> None:

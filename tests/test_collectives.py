@@ -15,10 +15,16 @@ from _ranks import Rank, run
 from torch.distributed import ReduceOp
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
+INTEGERS = [
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+]
 COMPLEX = [torch.complex64, torch.complex128]
-FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
-MOVABLE = [*FLOATS, *INTEGERS, torch.bool, *COMPLEX, *FLOAT8, torch.uint16]
+FLOAT8 = [
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    torch.float8_e8m0fnu,
+]
+MOVABLE = [*FLOATS, *INTEGERS, torch.bool, *COMPLEX, torch.complex32, *FLOAT8]
 
 COUNTS = [0, 1, 4, 1003]
 LARGE = 3_000_017  # more than what is staged at once, and odd
@@ -59,7 +65,7 @@ def _fold(op: Callable, stacked: torch.Tensor) -> torch.Tensor:
 def random_tensor(count: int, dtype: torch.dtype, *key: int) -> torch.Tensor:
     """Returns data that any rank can make: the same for the same key. Not to be written to."""
     generator = torch.Generator().manual_seed(hash((count, *key)))
-    if dtype in FLOATS + COMPLEX:
+    if dtype in FLOATS + COMPLEX or dtype.is_complex:
         wide = torch.complex128 if dtype.is_complex else torch.float64
         return torch.randn(count, generator=generator, dtype=wide).to(dtype)
     if dtype in FLOAT8:
@@ -91,7 +97,7 @@ def assert_reduced(result: torch.Tensor, inputs: list[torch.Tensor], op: str, wh
         smallest = torch.finfo(real).smallest_normal * torch.finfo(real).eps
         assert (error <= TOLERANCE[real] * len(inputs) * scale + smallest).all(), what
     else:
-        stacked = torch.stack(inputs)
+        stacked = torch.stack([x if dtype == torch.bool else x.to(torch.int64) for x in inputs])
         if op == "avg":  # rounds towards zero
             reference = stacked.sum(0) // len(inputs)
         else:  # of bools, a sum is "any" and a product is "all"

@@ -192,6 +192,10 @@ def detail(me: Rank) -> None:
         assert exchanged.tolist() == [0.0, 1.0, 2.0]
         dist.barrier()
     assert gd.get_reconfigure_handle().startswith("gpumode")
+    # The Gloo group behind torch's checks cannot be rebuilt.
+    with pytest.raises(RuntimeError, match="TORCH_DISTRIBUTED_DEBUG=DETAIL"):
+        gd.rebuild()
+    dist.barrier()
 
 
 def test_torch_debug_detail(tmp_path):

@@ -29,6 +29,16 @@ CASES = {
         lambda: _all_reduce(count=2, dtype=torch.float64),
         ("float32", "float64"),
     ),
+    "float8": (
+        lambda: dist.broadcast(torch.ones(4).to(torch.float8_e4m3fn), 0),
+        lambda: dist.broadcast(torch.ones(4).to(torch.float8_e5m2), 0),
+        ("float8_e4m3fn", "float8_e5m2"),
+    ),
+    "bytes of a wider type": (
+        lambda: dist.broadcast(torch.ones(4, dtype=torch.uint8), 0),
+        lambda: dist.broadcast(torch.ones(2, dtype=torch.uint16), 0),
+        ("uint8", "uint16"),
+    ),
     "root": (
         lambda: dist.broadcast(torch.ones(4), 0),
         lambda: dist.broadcast(torch.ones(4), 1),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 from _ranks import Rank, run
+
+import torch_gpumode.distributed as gd
 
 
 def ring(me: Rank) -> None:
@@ -104,6 +108,36 @@ def batches(me: Rank) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_batches(size, tmp_path):
     run(batches, size, tmp_path)
+
+
+def broken_batch(me: Rank, mend: str) -> None:
+    """A mistake within a batch, where torch ends nothing: its ops must not swallow later ones."""
+    peer = 1 - me.rank
+    refused = torch.ones(4, 4).t()
+    ops = [dist.P2POp(dist.isend, torch.ones(2), peer), dist.P2POp(dist.isend, refused, peer)]
+    with pytest.raises(ValueError, match="contiguous"):
+        dist.batch_isend_irecv(ops)
+    if mend == "rebuild":
+        gd.rebuild(timeout=timedelta(seconds=20))
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [2.0] * 3
+    # A later batch holds its own ops only.
+    received = torch.empty(2)
+    ops = [
+        dist.P2POp(dist.irecv, received, peer),
+        dist.P2POp(dist.isend, torch.full((2,), float(me.rank)), peer),
+    ]
+    if mend != "rebuild":
+        dist.distributed_c10d._world.pg_coalesce_state.clear()  # torch's own part of it
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert received.tolist() == [float(peer)] * 2
+
+
+@pytest.mark.parametrize("mend", ["rebuild", "next batch"])
+def test_broken_batch(mend, tmp_path):
+    run(broken_batch, 2, tmp_path, mend)
 
 
 def beside_collectives(me: Rank) -> None:

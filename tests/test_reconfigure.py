@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -291,6 +292,97 @@ def test_a_frozen_rank_is_left_out(tmp_path):
         assert [ranks.heard(rank) for rank in (0, 2)] == ["rebuilt"] * 2
         ranks.signal(1, signal.SIGCONT)
         ranks.join()
+
+
+def frozen_store(me: Rank) -> None:
+    """torch's client would wait for it without a bound."""
+    dist.barrier()
+    if me.rank == 0:
+        os.kill(me.store_pid, signal.SIGSTOP)
+    dist.barrier()
+    began = time.monotonic()
+    with pytest.raises(gd.CollectiveTimeout, match="the store does not answer"):
+        gd.rebuild(timeout=timedelta(seconds=1))
+    assert time.monotonic() - began < 2
+    if me.rank == 0:
+        time.sleep(1)  # until rank 1 has given up, too
+        os.kill(me.store_pid, signal.SIGCONT)
+    gd.rebuild(timeout=timedelta(seconds=20))
+    check_group(2)
+
+
+def test_a_frozen_store(tmp_path):
+    run(frozen_store, 2, tmp_path)
+
+
+def threads_in_rebuild(me: Rank) -> None:
+    """One of two threads is refused, and the group is whole after it."""
+    outcomes = []
+
+    def rebuild() -> None:
+        try:
+            gd.rebuild(timeout=timedelta(seconds=20))
+            outcomes.append("rebuilt")
+        except RuntimeError as error:
+            outcomes.append(str(error))
+
+    threads = [threading.Thread(target=rebuild) for _ in range(2)]
+    if me.rank == 0:
+        time.sleep(0.5)  # so that the first thread of rank 1 is still waiting
+        del threads[1]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert outcomes.count("rebuilt") == 1, outcomes
+    assert all("being rebuilt by another thread" in each for each in outcomes if each != "rebuilt")
+    check_group(2)
+
+
+def test_two_threads_rebuild(tmp_path):
+    run(threads_in_rebuild, 2, tmp_path)
+
+
+def any_order(me: Rank, by_hand: bool) -> None:
+    """Some ranks rebuild the world first, others a subgroup: torch's tables are right on all."""
+    trio = dist.new_group([1, 2, 3])
+    groups = [dist.group.WORLD] if me.rank == 0 else [dist.group.WORLD, trio]
+    mine = [gd.get_reconfigure_handle(group) for group in groups]
+    handles: list[list[str]] = [[]] * me.size
+    dist.all_gather_object(handles, mine)
+    me.say("ready")
+    with pytest.raises(gd.PeerLost):
+        repeat(lambda: dist.all_reduce(torch.ones(1000)))
+
+    def rebuild(index: int) -> None:
+        if by_hand:
+            survivors = [0, 2, 3] if index == 0 else [2, 3]
+            gd.reconfigure(7, [handles[rank][index] for rank in survivors], groups[index])
+        else:
+            gd.rebuild(groups[index], timeout=timedelta(seconds=20))
+
+    # Threads, since each of the two groups waits for the other rank.
+    threads = [threading.Thread(target=rebuild, args=(index,)) for index in range(len(groups))]
+    for thread in threads if me.rank == 2 else threads[::-1]:
+        thread.start()
+        thread.join(1)
+    for thread in threads:
+        thread.join(20)
+    check_group(3)
+    if me.rank != 0:
+        check_group(2, trio)
+        assert dist.get_process_group_ranks(trio) == [1, 2]
+        tensor = torch.tensor([float(me.rank)])
+        dist.broadcast(tensor, src=2, group=trio)
+        assert tensor.item() == 3
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_groups_rebuilt_in_any_order(by_hand, tmp_path):
+    with Ranks(any_order, 4, tmp_path, by_hand) as ranks:
+        ranks.heard_from_all()
+        ranks.signal(1, signal.SIGKILL)
+        ranks.join(lost=(1,))
 
 
 def too_small(me: Rank) -> None:

@@ -171,10 +171,16 @@ def coalescing(me: Rank) -> None:
             dist.all_reduce(tensor)
     assert tensors[0].tolist() == [12.0] * 3
 
+    # An exception has left a block open: its ops are dropped by the next one.
     world._start_coalescing(torch.device("cpu"))
-    with pytest.raises(RuntimeError, match="twice"):
-        world._start_coalescing(torch.device("cpu"))
+    dropped = world.allreduce([tensors[0]])
+    world._start_coalescing(torch.device("cpu"))
     assert world._end_coalescing(torch.device("cpu")) is None
+    with pytest.raises(CollectiveAborted, match="never ran"):
+        dropped.wait()
+    assert tensors[0].tolist() == [12.0] * 3
+    with pytest.raises(RuntimeError, match="without startCoalescing"):
+        world._end_coalescing(torch.device("cpu"))
 
 
 def coalescing_is_per_thread(me: Rank) -> None:

@@ -35,7 +35,7 @@ Backend::Backend(StorePtr store, int rank, int size, c10::intrusive_ptr<BackendO
   TORCH_CHECK_VALUE(options_->timeout.count() > 0, "timeout: expected a positive one, got ",
                     options_->timeout.count(), " ms");
   Communicator::Options communicator_options;
-  communicator_options.timeout = options_->timeout;
+  communicator_options.timeout = to_duration(options_->timeout);
   communicator_ =
       std::make_shared<Communicator>(choose_engine(rank, options_->spin), communicator_options);
   if (!options_->enable_reconfigure) {
@@ -57,7 +57,7 @@ void Backend::open(const StorePtr& store) {
   const auto started = std::chrono::steady_clock::now();
   Bootstrap bootstrap(store, current_rank_, current_size_);
   const auto membership = bootstrap.exchange(communicator_->handle(), options_->timeout);
-  const auto left = options_->timeout - (std::chrono::steady_clock::now() - started);
+  const auto left = to_duration(options_->timeout) - (std::chrono::steady_clock::now() - started);
   throw_if_failed(
       join(membership, current_rank_, std::max<Duration>(left, std::chrono::milliseconds(1))));
   bootstrap.clean_up();
@@ -113,11 +113,30 @@ Backend::Call Backend::coalesce(std::vector<Call> calls, ::c10d::OpType type, co
   return joined;
 }
 
+// torch ends no coalescing that an exception left. Its ops would otherwise swallow the next ones.
 void Backend::startCoalescing() {
+  drop_coalescing(/*all_threads=*/false);
   std::lock_guard<std::mutex> lock(mutex_);
-  const bool inserted = coalescing_.try_emplace(std::this_thread::get_id()).second;
-  TORCH_CHECK(inserted, "startCoalescing was called twice without endCoalescing");
+  coalescing_[std::this_thread::get_id()];
   num_coalescing_ = static_cast<int>(coalescing_.size());
+}
+
+void Backend::drop_coalescing(bool all_threads) {
+  std::map<std::thread::id, Coalescing> dropped;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (all_threads) {
+      dropped.swap(coalescing_);
+    } else if (auto node = coalescing_.extract(std::this_thread::get_id())) {
+      dropped.insert(std::move(node));
+    }
+    num_coalescing_ = static_cast<int>(coalescing_.size());
+  }
+  for (const auto& [thread, coalescing] : dropped) {
+    for (const auto& work : coalescing.works) {
+      work->start_done({Code::Aborted, "the ops that it was to be coalesced with never ran"});
+    }
+  }
 }
 
 Backend::WorkPtr Backend::endCoalescing() {
@@ -125,7 +144,9 @@ Backend::WorkPtr Backend::endCoalescing() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto it = coalescing_.find(std::this_thread::get_id());
-    TORCH_CHECK(it != coalescing_.end(), "endCoalescing was called without startCoalescing");
+    TORCH_CHECK(
+        it != coalescing_.end(),
+        "endCoalescing was called without startCoalescing, or the group was aborted between");
     ended = std::move(it->second);
     coalescing_.erase(it);
     num_coalescing_ = static_cast<int>(coalescing_.size());

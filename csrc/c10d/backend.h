@@ -41,6 +41,8 @@ class Backend : public ::c10d::Backend {
   int current_size() const { return current_size_; }
   // Names the membership that was joined last; -1 before the first.
   int64_t current_uuid() const { return current_uuid_; }
+  // Their handles, by rank; empty before the first.
+  std::vector<std::string> members() const;
 
   // Collectives. The names with an underscore and the like are torch's old ones for *_single.
   WorkPtr broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) override;
@@ -173,6 +175,9 @@ class Backend : public ::c10d::Backend {
   void note_ephemeral(const std::shared_ptr<Op>& op);
   void call_hooks(const std::shared_ptr<Op>& op, ::c10d::OpType type);
 
+  // Ends coalescing, of all threads or this one, without running what was collected.
+  void drop_coalescing(bool all_threads);
+
   // Descriptions that several virtuals share.
   Call all_gather_call(const at::Tensor& output, const at::Tensor& input) const;
   Call reduce_scatter_call(const at::Tensor& output, const at::Tensor& input,
@@ -189,6 +194,7 @@ class Backend : public ::c10d::Backend {
   std::shared_ptr<Communicator> communicator_;  // null after shutdown
   std::map<std::thread::id, Coalescing> coalescing_;
   std::vector<EphemeralTimeout> ephemeral_timeouts_;
+  std::vector<std::string> members_;
   std::atomic<int> num_coalescing_{0}, num_ephemeral_{0};  // also read without the lock
 
   std::mutex children_mutex_;                                         // held while a child opens

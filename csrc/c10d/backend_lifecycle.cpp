@@ -15,13 +15,13 @@ namespace gpumode {
 void Backend::setTimeout(std::chrono::milliseconds timeout) {
   TORCH_CHECK_VALUE(timeout.count() > 0, "timeout: expected a positive one, got ", timeout.count(),
                     " ms");
-  communicator()->set_timeout(timeout);
+  communicator()->set_timeout(to_duration(timeout));
   options_->timeout = timeout;
 }
 
 // An extension counts for every op from its call on until the first of them is done.
 Duration Backend::timeout_of(const Call& call, const Communicator& communicator) const {
-  Duration timeout = call.timeout.count() > 0 ? Duration(call.timeout) : Duration::zero();
+  Duration timeout = call.timeout.count() > 0 ? to_duration(call.timeout) : Duration::zero();
   if (num_ephemeral_.load(std::memory_order_relaxed) == 0) {
     return timeout;
   }
@@ -80,6 +80,7 @@ void Backend::abort() {
   hooks_->report_abort();
   communicator->abort(
       {Code::Aborted, "rank " + std::to_string(current_rank_) + " aborted the group"});
+  drop_coalescing(/*all_threads=*/true);
 }
 
 void Backend::shutdown() {
@@ -187,6 +188,7 @@ c10::intrusive_ptr<::c10d::Backend> Backend::merge(const StorePtr& store,
 
 Status Backend::join(const Membership& membership, int rank, Duration timeout) {
   auto status = communicator()->rebuild(membership, rank, timeout);
+  drop_coalescing(/*all_threads=*/true);
   if (!status.ok()) {
     return status;
   }
@@ -197,9 +199,18 @@ Status Backend::join(const Membership& membership, int rank, Duration timeout) {
   rank_ = current_rank_;
   size_ = current_size_;
 #endif
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    members_ = membership.handles;
+  }
   std::lock_guard<std::mutex> lock(hooks_->mutex);
   hooks_->abort_reported = false;
   return status;
+}
+
+std::vector<std::string> Backend::members() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return members_;
 }
 
 std::string Backend::reconfigure_handle() const { return communicator()->handle(); }
@@ -212,15 +223,16 @@ Status Backend::rebuild(int64_t uuid, const std::vector<std::string>& handles,
   std::sort(sorted.begin(), sorted.end());
   TORCH_CHECK_VALUE(std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end(),
                     "handles: one of them is there twice");
+  TORCH_CHECK_VALUE(uuid >= 0, "uuid: expected 0 or more, got ", uuid);
   TORCH_CHECK_VALUE(timeout.count() > 0, "timeout: expected a positive one, got ", timeout.count(),
                     " ms");
-  return join({uuid, handles}, static_cast<int>(me - handles.begin()), timeout);
+  return join({uuid, handles}, static_cast<int>(me - handles.begin()), to_duration(timeout));
 }
 
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
 void Backend::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
   std::lock_guard<std::mutex> lock(mutex_);
-  ephemeral_timeouts_.push_back({timeout, nullptr});
+  ephemeral_timeouts_.push_back({to_duration(timeout), nullptr});
   num_ephemeral_ = static_cast<int>(ephemeral_timeouts_.size());
 }
 

@@ -62,6 +62,7 @@ void bind_backend(py::module_& m) {
       .def("rank", &Backend::current_rank)
       .def("size", &Backend::current_size)
       .def("uuid", &Backend::current_uuid)
+      .def("members", &Backend::members)
       .def("failure", &failure_of)
       .def("dead_ranks", &Backend::dead_ranks, NoGil())
       .def("handle", &Backend::reconfigure_handle)

@@ -1,8 +1,17 @@
 #pragma once
 
+#include <algorithm>
+#include <chrono>
+
 #include "c10d/torch_version.h"
+#include "core/channel.h"
 
 namespace gpumode {
+
+// Nanoseconds overflow after 292 years, and nobody waits for ten.
+inline Duration to_duration(std::chrono::milliseconds timeout) {
+  return std::min<std::chrono::milliseconds>(timeout, std::chrono::hours(24 * 365 * 10));
+}
 
 // What a group is created with. Copied, never shared: torch up to 2.13 writes a child's name into
 // the options that it got from the parent.

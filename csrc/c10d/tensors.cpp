@@ -24,16 +24,36 @@ std::optional<DType> core_dtype(at::ScalarType type) {
       return DType::U8;
     case at::kShort:
       return DType::I16;
+    case at::kUInt16:
+      return DType::U16;
     case at::kInt:
       return DType::I32;
+    case at::kUInt32:
+      return DType::U32;
     case at::kLong:
       return DType::I64;
+    case at::kUInt64:
+      return DType::U64;
     case at::kBool:
       return DType::Bool;
     case at::kComplexFloat:
       return DType::C64;
     case at::kComplexDouble:
       return DType::C128;
+    case at::kComplexHalf:
+      return DType::C32;
+    case at::kFloat8_e4m3fn:
+      return DType::F8E4M3FN;
+    case at::kFloat8_e4m3fnuz:
+      return DType::F8E4M3FNUZ;
+    case at::kFloat8_e5m2:
+      return DType::F8E5M2;
+    case at::kFloat8_e5m2fnuz:
+      return DType::F8E5M2FNUZ;
+    case at::kFloat8_e8m0fnu:
+      return DType::F8E8M0FNU;
+    case at::kFloat4_e2m1fn_x2:
+      return DType::F4E2M1FNx2;
     default:
       return std::nullopt;
   }
@@ -77,6 +97,8 @@ void check_tensor(const at::Tensor& tensor, const char* argument) {
   TORCH_CHECK_VALUE(tensor.defined(), argument, ": expected a tensor, got an undefined one");
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, argument, ": expected a dense tensor, got ",
                     tensor.layout());
+  TORCH_CHECK_VALUE(core_dtype(tensor.scalar_type()).has_value(), argument, ": ",
+                    tensor.scalar_type(), " is not supported; move its bytes as torch.uint8");
   TORCH_CHECK_VALUE(tensor.device().is_cpu(), argument, ": tensors on ", tensor.device(),
                     " are not supported by this build; expected cpu");
   TORCH_CHECK_VALUE(
@@ -226,18 +248,15 @@ std::vector<Buffer> pieces(const at::Tensor& tensor, const std::vector<int64_t>&
 OpDesc moving_op(Collective collective, const at::Tensor& tensor) {
   OpDesc op;
   op.collective = collective;
-  op.dtype = core_dtype(tensor.scalar_type()).value_or(DType::U8);
+  op.dtype = *core_dtype(tensor.scalar_type());
   return op;
 }
 
 OpDesc reducing_op(Collective collective, const ::c10d::ReduceOp& reduce_op,
                    const at::Tensor& tensor, const char* argument) {
-  const auto dtype = core_dtype(tensor.scalar_type());
-  TORCH_CHECK_VALUE(dtype.has_value(), argument, ": ", tensor.scalar_type(),
+  auto op = moving_op(collective, tensor);
+  TORCH_CHECK_VALUE(is_reducible(op.dtype), argument, ": ", name(op.dtype),
                     " can be moved but not reduced");
-  OpDesc op;
-  op.collective = collective;
-  op.dtype = *dtype;
   op.reduce_op = core_reduce_op(reduce_op);
   TORCH_CHECK_VALUE(supports(op.reduce_op, op.dtype), "op: ", name(op.reduce_op),
                     " is not defined for ", name(op.dtype), " (", argument, ")");

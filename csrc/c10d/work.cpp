@@ -6,6 +6,7 @@
 
 #include "c10d/exceptions.h"
 #include "c10d/futures.h"
+#include "c10d/options.h"
 
 namespace gpumode {
 namespace {
@@ -80,7 +81,7 @@ bool Work::wait(std::chrono::milliseconds timeout) {
   if (!done()) {
     started_op();
     if (const auto communicator = communicator_.lock()) {
-      throw_if_failed(communicator->wait(op_, timeout));
+      throw_if_failed(communicator->wait(op_, to_duration(timeout)));
       return true;
     }
     // A communicator ends what is in flight before it goes.

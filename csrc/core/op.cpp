@@ -46,16 +46,36 @@ const char* name(DType dtype) {
       return "uint8";
     case DType::I16:
       return "int16";
+    case DType::U16:
+      return "uint16";
     case DType::I32:
       return "int32";
+    case DType::U32:
+      return "uint32";
     case DType::I64:
       return "int64";
+    case DType::U64:
+      return "uint64";
     case DType::Bool:
       return "bool";
     case DType::C64:
       return "complex64";
     case DType::C128:
       return "complex128";
+    case DType::C32:
+      return "complex32";
+    case DType::F8E4M3FN:
+      return "float8_e4m3fn";
+    case DType::F8E4M3FNUZ:
+      return "float8_e4m3fnuz";
+    case DType::F8E5M2:
+      return "float8_e5m2";
+    case DType::F8E5M2FNUZ:
+      return "float8_e5m2fnuz";
+    case DType::F8E8M0FNU:
+      return "float8_e8m0fnu";
+    case DType::F4E2M1FNx2:
+      return "float4_e2m1fn_x2";
   }
   return "?";
 }
@@ -89,16 +109,26 @@ size_t itemsize(DType dtype) {
     case DType::I8:
     case DType::U8:
     case DType::Bool:
+    case DType::F8E4M3FN:
+    case DType::F8E4M3FNUZ:
+    case DType::F8E5M2:
+    case DType::F8E5M2FNUZ:
+    case DType::F8E8M0FNU:
+    case DType::F4E2M1FNx2:
       return 1;
     case DType::F16:
     case DType::BF16:
     case DType::I16:
+    case DType::U16:
       return 2;
     case DType::F32:
     case DType::I32:
+    case DType::U32:
+    case DType::C32:
       return 4;
     case DType::F64:
     case DType::I64:
+    case DType::U64:
     case DType::C64:
       return 8;
     case DType::C128:
@@ -116,7 +146,10 @@ bool is_reduction(Collective collective) {
          collective == Collective::ReduceScatter;
 }
 
+bool is_reducible(DType dtype) { return dtype <= DType::C128; }
+
 bool supports(ReduceOp op, DType dtype) {
+  if (!is_reducible(dtype)) return false;
   const bool is_bool = dtype == DType::Bool;
   const bool is_complex = dtype == DType::C64 || dtype == DType::C128;
   const bool is_float =

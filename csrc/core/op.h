@@ -21,8 +21,31 @@ enum class Collective : uint8_t {
   Recv,
 };
 
-// Float8 types travel as bytes (U8): they move, they do not reduce.
-enum class DType : uint8_t { F16, BF16, F32, F64, I8, U8, I16, I32, I64, Bool, C64, C128 };
+enum class DType : uint8_t {
+  F16,
+  BF16,
+  F32,
+  F64,
+  I8,
+  U8,
+  I16,
+  U16,
+  I32,
+  U32,
+  I64,
+  U64,
+  Bool,
+  C64,
+  C128,
+  // What follows moves, and does not reduce.
+  C32,
+  F8E4M3FN,
+  F8E4M3FNUZ,
+  F8E5M2,
+  F8E5M2FNUZ,
+  F8E8M0FNU,
+  F4E2M1FNx2,
+};
 
 // PreMulSum multiplies each input by OpDesc::factor before it is summed.
 enum class ReduceOp : uint8_t { Sum, Avg, Product, Min, Max, BAnd, BOr, BXor, PreMulSum };
@@ -34,6 +57,8 @@ size_t itemsize(DType dtype);
 bool is_p2p(Collective collective);
 // Whether the collective combines values, so that ReduceOp and DType matter to it.
 bool is_reduction(Collective collective);
+// Whether values of the type can be reduced at all.
+bool is_reducible(DType dtype);
 // Whether `op` is defined for `dtype` (no order on complex numbers, no bits in floats, ...).
 bool supports(ReduceOp op, DType dtype);
 

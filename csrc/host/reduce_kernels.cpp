@@ -316,16 +316,24 @@ void reduce(const Reduction& reduction, const std::byte* const* sources, int num
       return reduce_integers<uint8_t>(job);
     case DType::I16:
       return reduce_integers<int16_t>(job);
+    case DType::U16:
+      return reduce_integers<uint16_t>(job);
     case DType::I32:
       return reduce_integers<int32_t>(job);
+    case DType::U32:
+      return reduce_integers<uint32_t>(job);
     case DType::I64:
       return reduce_integers<int64_t>(job);
+    case DType::U64:
+      return reduce_integers<uint64_t>(job);
     case DType::Bool:
       return reduce_bools(job);
     case DType::C64:
       return reduce_complex<float>(job);
     case DType::C128:
       return reduce_complex<double>(job);
+    default:
+      assert(false && "supports() lets no reduction of a type through that only moves");
   }
 }
 

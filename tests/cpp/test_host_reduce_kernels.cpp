@@ -98,6 +98,10 @@ TEST(HostReduce, Int16) { check_real<int16_t>(DType::I16, 0); }
 TEST(HostReduce, Int32) { check_real<int32_t>(DType::I32, 0); }
 TEST(HostReduce, Int64) { check_real<int64_t>(DType::I64, 0); }
 
+TEST(HostReduce, Uint16) { check_real<uint16_t>(DType::U16, 0); }
+TEST(HostReduce, Uint32) { check_real<uint32_t>(DType::U32, 0); }
+TEST(HostReduce, Uint64) { check_real<uint64_t>(DType::U64, 0); }
+
 TEST(HostReduce, IntegersWrap) {
   const int32_t big = std::numeric_limits<int32_t>::max();
   EXPECT_EQ(run<int32_t>(ReduceOp::Sum, DType::I32, {{big}, {1}})[0],

@@ -20,17 +20,26 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from torch_gpumode.distributed._backend import C
-from torch_gpumode.distributed._groups import backend_of, remember_members
+from torch_gpumode.distributed._groups import (
+    backend_of,
+    forget_coalescing,
+    rebuilding,
+    remember_members,
+)
 from torch_gpumode.distributed.exceptions import CollectiveTimeout, PeerLost, WorldTooSmall
 
 _logger = logging.getLogger(__name__)
@@ -40,6 +49,10 @@ _logger = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 0.005, 0.05
 # The part of the time left for which ranks are waited for that may be frozen.
 _PATIENCE = 1 / 3
+# How much longer than the deadline the store may take to answer.
+_GRACE_S = 0.5
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -50,8 +63,8 @@ class _Membership:
     rank: int
     # By rank: the rank in the membership that torch's tables know, which is the last one built.
     origins: list[int]
-    # By rank: what reaches the member. Unknown of the membership that a group was made with.
-    handles: list[str] | None = None
+    # By rank: what reaches the member.
+    handles: list[str]
 
     @property
     def size(self) -> int:
@@ -81,9 +94,11 @@ def rebuild(
 
     Raises:
         WorldTooSmall: fewer than `min_size` ranks are left, or they went on without this one.
-        CollectiveTimeout: there was no agreement within `timeout`.
+        CollectiveTimeout: there was no agreement within `timeout`, or the store did not answer.
         torch.distributed.DistStoreError, torch.distributed.DistNetworkError: the store is gone.
         ValueError: `min_size` or `timeout` is not positive, or the group has no gpumode backend.
+        RuntimeError: another thread rebuilds the group, or TORCH_DISTRIBUTED_DEBUG=DETAIL has put
+            it behind one of torch's own that cannot be rebuilt.
     """
     if min_size < 1:
         raise ValueError(f"min_size: expected 1 or more, got {min_size}")
@@ -91,40 +106,69 @@ def rebuild(
         raise ValueError(f"timeout: expected a positive one, got {timeout}")
     pg = group if group is not None else distributed_c10d._get_default_group()
     backend = backend_of(pg)
-    timeout_s = (timeout if timeout is not None else backend.options._timeout).total_seconds()
-    deadline = time.monotonic() + timeout_s
-    store = distributed_c10d._world.pg_map[pg][1]
+    if timeout is None:
+        timeout = backend.options._timeout
+    with rebuilding(pg):
+        _rebuild(pg, backend, time.monotonic() + timeout.total_seconds(), min_size)
 
+
+def _rebuild(pg: dist.ProcessGroup, backend: Any, deadline: float, min_size: int) -> None:
+    store = distributed_c10d._world.pg_map[pg][1]
     if backend.failure() is None:
         backend.abort()
-    current = _Membership(backend.uuid(), backend.rank(), list(range(backend.size())))
+    origins = list(range(backend.size()))
+    current = _Membership(backend.uuid(), backend.rank(), origins, backend.members())
     base, later = _decided.get(pg, (current.uuid, current))
     if base == current.uuid:
         current = later
     lost: list[int] = []  # of `current`, as its attempt has found
     while True:
-        current, handles = _agree(store, backend, current, lost, deadline)
+        current = _within(deadline, partial(_agree, store, backend, current, lost, deadline))
         _decided[pg] = backend.uuid(), current
         if current.size < min_size:
             raise WorldTooSmall(f"{current.size} ranks are left, and min_size is {min_size}")
         # The attempt may take half of what is left, so that there can be another.
         attempt_s = max((deadline - time.monotonic()) / 2, 0.001)
         try:
-            backend.rebuild(current.uuid, handles, timedelta(seconds=attempt_s))
+            backend.rebuild(current.uuid, current.handles, timedelta(seconds=attempt_s))
         except dist.DistBackendError as error:
             _logger.warning("rebuilding %s failed, agreeing again: %s", pg.group_name, error)
             if time.monotonic() >= deadline:
                 raise
             lost = error.ranks if isinstance(error, PeerLost) else []
         else:
+            forget_coalescing(pg)
             remember_members(pg, current.origins)
             return
 
 
+def _within(deadline: float, call: Callable[[], _T]) -> _T:
+    """Returns what `call` does, on a thread that is left behind if it does not return in time.
+
+    torch's stores wait without a bound for a server that is frozen, or whose network is gone.
+    """
+    outcome: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # it is the caller's
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="gpumode-agree", daemon=True).start()
+    timeout_s = max(deadline - time.monotonic(), 0) + _GRACE_S
+    try:
+        return outcome.result(min(timeout_s, threading.TIMEOUT_MAX))
+    except TimeoutError:
+        if outcome.done():
+            raise
+        raise CollectiveTimeout("the store does not answer") from None
+
+
 def _agree(
     store: dist.Store, backend: Any, current: _Membership, lost: list[int], deadline: float
-) -> tuple[_Membership, list[str]]:
-    """Returns the membership after `current`, the same on all ranks, and its members' handles."""
+) -> _Membership:
+    """Returns the membership after `current`, the same on all ranks."""
     prefix = f"gpumode/after/{current.uuid}"
     decision_key = f"{prefix}/members"
 
@@ -143,10 +187,12 @@ def _agree(
         dead |= _newly_dead(backend, current, set(here) | dead, num_looks)
         awaited = set(range(current.size)) - set(here) - dead
         now = time.monotonic()
+        if now >= deadline:
+            raise CollectiveTimeout(
+                f"no agreement on the next membership; ranks {here} of {current.size} had come"
+            )
         if not awaited or now >= impatient:
             store.compare_set(decision_key, "", json.dumps(here))
-        elif now >= deadline:
-            raise CollectiveTimeout(f"ranks {sorted(awaited)} did not agree on the next membership")
         else:
             _wait(store, decision_key, look_again_s)
             look_again_s = min(2 * look_again_s, _LOOK_AGAIN_S[1])
@@ -160,7 +206,7 @@ def _agree(
     uuid = int.from_bytes(digest[:8], "big") >> 1
     handles = [each.decode() for each in store.multi_get([handle_key(rank) for rank in members])]
     origins = [current.origins[rank] for rank in members]
-    return _Membership(uuid, members.index(current.rank), origins, handles), handles
+    return _Membership(uuid, members.index(current.rank), origins, handles)
 
 
 def _newly_dead(backend: Any, current: _Membership, known: set[int], num_looks: int) -> set[int]:
@@ -168,7 +214,7 @@ def _newly_dead(backend: Any, current: _Membership, known: set[int], num_looks: 
     if current.uuid == backend.uuid():
         return set(backend.dead_ranks()) - known
     # It was never built, so nobody watches its members: knock at their doors, ever more rarely.
-    if current.handles is None or num_looks & (num_looks - 1):
+    if num_looks & (num_looks - 1):
         return set()
     return {
         rank
