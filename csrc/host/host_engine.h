@@ -9,7 +9,7 @@ namespace gpumode::host {
 struct EngineOptions {
   // Rank at creation; makes handles sort in rank order.
   int initial_rank = 0;
-  // How long a rank that waits spins before it sleeps; negative: by the number of processors.
+  // How long a rank that waits spins before it sleeps; negative: a default.
   Duration spin = Duration(-1);
 };
 
