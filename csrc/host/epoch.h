@@ -34,6 +34,9 @@ class Epoch : public Channel {
   // Read-only for any rank but ours.
   const Segment& of(int rank) const { return rank == rank_ ? mine_ : links_[rank].segment; }
 
+  // Whether there are more members than processors for them.
+  bool crowded() const { return crowded_; }
+
   // Tells peers that our segment changed, and wakes those that sleep.
   void changed();
   // The same for a change that nobody can act on yet.
@@ -43,7 +46,7 @@ class Epoch : public Channel {
 
   // Sleeping in two steps, so that no change is lost: look() before polling remembers what is
   // there; sleep() returns as soon as anything is newer than that, or at `until`. It spins for
-  // `spin` before it sleeps; in a crowd it yields the processor meanwhile.
+  // `spin` before it sleeps; in a crowd it yields the processor instead, once at least.
   void look();
   void sleep(TimePoint until, Duration spin);
 
@@ -54,7 +57,6 @@ class Epoch : public Channel {
   bool news() const;
 
   const int rank_, size_;
-  // Whether there are more members than processors for them.
   bool crowded_ = false;
   Segment mine_;
   os::SharedMemory my_bell_;

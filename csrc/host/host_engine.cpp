@@ -226,7 +226,9 @@ Status HostEngine::rebuild(const Membership& membership, int rank, TimePoint dea
   rounds_ = std::make_unique<Rounds>(size);
   p2p_ = std::make_unique<PointToPoint>(*epoch_);
   num_steps_ = 0;
-  spin_ = options_.spin < Duration::zero() ? kSpin : options_.spin;
+  // In a crowd a rank that spins keeps a processor from looking for a member that has work.
+  spin_ = options_.spin;
+  if (spin_ < Duration::zero()) spin_ = epoch_->crowded() ? Duration::zero() : kSpin;
   return {};
 }
 

@@ -23,7 +23,7 @@ constexpr size_t kCacheLine = 64;
 constexpr size_t kDirectBytes = size_t{32} << 10;
 // Larger ones are published in rounds through rings of slots. Sized so that what one rank has in
 // flight stays in its cache: see benchmarks/results/collectives.md.
-constexpr uint64_t kSlots = 8;
+constexpr uint64_t kSlots = 4;
 constexpr size_t kSlotBytes = size_t{64} << 10;
 
 // Point-to-point, per ordered pair of members.
