@@ -68,7 +68,7 @@ void check_real(DType dtype, double tolerance) {
       for (const ReduceOp op : {ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Product, ReduceOp::Min,
                                 ReduceOp::Max, ReduceOp::PreMulSum}) {
         if (op == ReduceOp::PreMulSum && !std::is_floating_point_v<T>) continue;
-        const auto sources = random_sources<T>(num_sources, n, -3, 3);
+        const auto sources = random_sources<T>(num_sources, n, std::is_unsigned_v<T> ? 0 : -3, 3);
         const double factor = 0.25;  // exact in every format
         for (const bool in_place : {false, num_sources > 1}) {
           const auto out = run<T>(op, dtype, sources, factor, in_place);
