@@ -15,7 +15,12 @@ import torch_gpumode.distributed as gd
 
 # name: (call on a group of 2, what the message says)
 MISTAKES = {
-    "non-contiguous": (lambda w: w.allreduce([torch.ones(4, 4).t()]), "tensors: .*contiguous"),
+    "gaps": (lambda w: w.allreduce([torch.ones(4, 4)[:, :2]]), "tensors: .*gaps.*contiguous"),
+    "rows that are not outermost": (
+        lambda w: w._allgather_base(torch.ones(4, 4).t(), torch.ones(4, 2).t()),
+        "output: expected a contiguous tensor",
+    ),
+    "freed storage": (lambda w: w.allreduce([_freed()]), "tensors: its storage has 0 bytes"),
     "expanded": (lambda w: w.broadcast([torch.ones(1).expand(4)]), "tensors: .*contiguous"),
     "meta device": (
         lambda w: backend(w).allreduce([torch.ones(4, device="meta")]),
@@ -110,6 +115,13 @@ def _overlapping(world: dist.ProcessGroup) -> dist.Work:
     return world.alltoall_base(tensor[:4], tensor[2:], [], [])
 
 
+def _freed() -> torch.Tensor:
+    """As FSDP frees a parameter."""
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 def _shifted(world: dist.ProcessGroup) -> dist.Work:
     """Nearly in place: on neither rank is the input where its output is."""
     tensor = torch.ones(8)
@@ -143,7 +155,7 @@ def only_on_one_rank(me: Rank) -> None:
     """A call that was refused here has not begun: the next one is in step with the others'."""
     if me.rank == 0:
         with pytest.raises(ValueError):
-            dist.all_reduce(torch.ones(4, 4).t())
+            dist.all_reduce(torch.ones(4, 4)[:, :2])
     tensor = torch.ones(2)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [2.0, 2.0]
@@ -242,6 +254,11 @@ def bad_arguments_of_ours(me: Rank) -> None:
         for group in ("x", dist.GroupMember.NON_GROUP_MEMBER):
             with pytest.raises(ValueError, match="group: expected a group"):
                 call(group)
+    for timeout in (timedelta.min, timedelta(0)):
+        with pytest.raises(ValueError, match="timeout: expected a positive one"):
+            gd.reconfigure(1, [handle], timeout=timeout)
+        with pytest.raises(ValueError, match="timeout: expected a positive one"):
+            gd.rebuild(timeout=timeout)
     with pytest.raises(ValueError, match="min_size: "):
         gd.rebuild(min_size=0)
     with pytest.raises(ValueError, match="pg_options: "):
@@ -260,11 +277,11 @@ def endless_timeouts(me: Rank) -> None:
     age = timedelta(days=300 * 365)
     group = dist.new_group([0, 1], timeout=timedelta(days=30))
     backend(group)._set_default_timeout(age)
-    for _ in range(2):
+    for longest in (age, timedelta.max):
         tensor = torch.ones(1)
         group.allreduce([tensor]).wait(age)
         assert tensor.item() == me.size
-        gd.rebuild(group, timeout=age)
+        gd.rebuild(group, timeout=longest)
 
 
 def test_endless_timeouts(tmp_path):

@@ -376,16 +376,38 @@ def test_other_ways_in(function, size, tmp_path):
     run(function, size, tmp_path)
 
 
-def channels_last(me: Rank) -> None:
-    tensor = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    mine = tensor.clone()
-    dist.all_reduce(tensor)
-    dist.broadcast(mine, 0)
-    assert tensor.is_contiguous(memory_format=torch.channels_last)
+def orders_in_memory(me: Rank) -> None:
+    """Elements may lie in any order, if it is the same on all ranks."""
+    for permute in (
+        lambda x: x.to(memory_format=torch.channels_last),
+        lambda x: x.permute(3, 1, 0, 2),
+        lambda x: x.transpose(0, 1),
+    ):
+        inputs = [permute(random_tensor(120, torch.float32, r, 9).view(2, 3, 4, 5)) for r in (0, 1)]
+        assert not inputs[0].is_contiguous()
+        mine, other = inputs[me.rank], inputs[1 - me.rank]
+        total = mine.clone()
+        dist.all_reduce(total)
+        assert torch.equal(total, inputs[0] + inputs[1])
+        copied = mine.clone()
+        dist.broadcast(copied, 1)
+        assert torch.equal(copied, inputs[1])
+        gathered = [torch.empty_like(x) for x in inputs]
+        dist.all_gather(gathered, mine)
+        assert all(torch.equal(x, y) for x, y in zip(gathered, inputs, strict=True))
+        received = torch.empty_like(other)
+        for work in dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, mine, 1 - me.rank),
+                dist.P2POp(dist.irecv, received, 1 - me.rank),
+            ]
+        ):
+            work.wait()
+        assert torch.equal(received, other)
 
 
-def test_channels_last(tmp_path):
-    run(channels_last, 2, tmp_path)
+def test_orders_in_memory(tmp_path):
+    run(orders_in_memory, 2, tmp_path)
 
 
 def barriers(me: Rank) -> None:

@@ -45,6 +45,27 @@ def waiting_thread(rank):
         threading.Thread(target=wait, daemon=True).start()
         time.sleep(0.2)
 
+def waiting_thread_and_late_peer(rank):
+    if rank == 0:
+        threading.Thread(target=lambda: dist.all_reduce(torch.ones(3)), daemon=True).start()
+        time.sleep(0.2)
+    else:
+        time.sleep(1)
+
+def busy_threads(rank):
+    import torch_gpumode.distributed as gd
+    def again_and_again(call):
+        while True:
+            try:
+                call()
+            except RuntimeError:
+                pass
+    calls = [gd.abort, lambda: dist.all_reduce(torch.ones(3)),
+             lambda: dist.all_reduce(torch.ones(3), async_op=True)]
+    for call in calls:
+        threading.Thread(target=again_and_again, args=(call,), daemon=True).start()
+    time.sleep(0.2)
+
 def sub_groups(rank):
     global groups
     groups = [dist.new_group([0, 1]) for _ in range(3)]
@@ -62,8 +83,8 @@ def peer_leaves_first(rank):
         time.sleep(0.3)
 
 codes = {}
-ways = [destroyed, not_destroyed, op_in_flight, callback_in_flight, waiting_thread, sub_groups,
-        failed, peer_leaves_first]
+ways = [destroyed, not_destroyed, op_in_flight, callback_in_flight, waiting_thread,
+        waiting_thread_and_late_peer, busy_threads, sub_groups, failed, peer_leaves_first]
 for way in ways:
     pids = []
     for rank in range(2):
@@ -96,6 +117,6 @@ def test_exit(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     codes = json.loads(done.stdout)
-    assert len(codes) == 8
+    assert len(codes) == 10
     assert set(map(tuple, codes.values())) == {(0, 0)}, f"{codes}\n{done.stderr}"
     assert "terminate called" not in done.stderr

@@ -39,6 +39,11 @@ CASES = {
         lambda: dist.broadcast(torch.ones(2, dtype=torch.uint16), 0),
         ("uint8", "uint16"),
     ),
+    "order in memory": (
+        lambda: dist.all_reduce(torch.ones(1, 3, 2, 2)),
+        lambda: dist.all_reduce(torch.ones(1, 3, 2, 2).to(memory_format=torch.channels_last)),
+        ("12 elements, not in the order of their indices",),
+    ),
     "root": (
         lambda: dist.broadcast(torch.ones(4), 0),
         lambda: dist.broadcast(torch.ones(4), 1),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from _ranks import Rank, run
+from _ranks import Rank, repeat, run
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 import torch_gpumode.distributed as gd
 
@@ -110,34 +112,83 @@ def test_batches(size, tmp_path):
     run(batches, size, tmp_path)
 
 
-def broken_batch(me: Rank, mend: str) -> None:
-    """A mistake within a batch, where torch ends nothing: its ops must not swallow later ones."""
+def broken_batch(me: Rank) -> None:
+    """A mistake within a batch is raised at its end, where torch forgets the batch."""
     peer = 1 - me.rank
-    refused = torch.ones(4, 4).t()
+    refused = torch.ones(4, 4)[:, :2]
     ops = [dist.P2POp(dist.isend, torch.ones(2), peer), dist.P2POp(dist.isend, refused, peer)]
-    with pytest.raises(ValueError, match="contiguous"):
+    with pytest.raises(ValueError, match=r"tensors: .*contiguous"):
         dist.batch_isend_irecv(ops)
-    if mend == "rebuild":
-        gd.rebuild(timeout=timedelta(seconds=20))
-        tensor = torch.ones(3)
-        dist.all_reduce(tensor)
-        assert tensor.tolist() == [2.0] * 3
-    # A later batch holds its own ops only.
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [2.0] * 3
     received = torch.empty(2)
     ops = [
         dist.P2POp(dist.irecv, received, peer),
         dist.P2POp(dist.isend, torch.full((2,), float(me.rank)), peer),
     ]
-    if mend != "rebuild":
-        dist.distributed_c10d._world.pg_coalesce_state.clear()  # torch's own part of it
     for work in dist.batch_isend_irecv(ops):
         work.wait()
     assert received.tolist() == [float(peer)] * 2
 
 
-@pytest.mark.parametrize("mend", ["rebuild", "next batch"])
-def test_broken_batch(mend, tmp_path):
-    run(broken_batch, 2, tmp_path, mend)
+def test_broken_batch(tmp_path):
+    run(broken_batch, 2, tmp_path)
+
+
+def broken_block(me: Rank) -> None:
+    """Somebody else's exception in a block: torch keeps the block open, a rebuild ends it."""
+
+    def fail_in_block() -> None:
+        with _coalescing_manager(device=torch.device("cpu")):
+            dist.group.WORLD.send([torch.ones(2)], 1 - me.rank, 0)
+            raise KeyError("the user's")
+
+    with pytest.raises(KeyError):
+        fail_in_block()
+    gd.rebuild(timeout=timedelta(seconds=20))
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [2.0] * 3
+
+
+def test_broken_block(tmp_path):
+    run(broken_block, 2, tmp_path)
+
+
+def abort_in_batches(me: Rank) -> None:
+    """Another thread aborts while batches are made: nothing but our exceptions comes of it."""
+    peer = 1 - me.rank
+    stop = threading.Event()
+
+    def keep_aborting() -> None:
+        while not stop.is_set():
+            gd.abort()
+
+    def exchange() -> None:
+        ops = [
+            dist.P2POp(dist.irecv, torch.empty(2), peer),
+            dist.P2POp(dist.isend, torch.ones(2), peer),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    for _ in range(20):
+        thread = threading.Thread(target=keep_aborting)
+        thread.start()
+        with pytest.raises(gd.CollectiveAborted):
+            repeat(exchange)
+        for _ in range(20):
+            with pytest.raises(gd.CollectiveAborted):
+                exchange()
+        stop.set()
+        thread.join()
+        stop.clear()
+        gd.rebuild(timeout=timedelta(seconds=20))
+
+
+def test_abort_in_batches(tmp_path):
+    run(abort_in_batches, 2, tmp_path)
 
 
 def beside_collectives(me: Rank) -> None:

@@ -301,7 +301,7 @@ def frozen_store(me: Rank) -> None:
         os.kill(me.store_pid, signal.SIGSTOP)
     dist.barrier()
     began = time.monotonic()
-    with pytest.raises(gd.CollectiveTimeout, match="the store does not answer"):
+    with pytest.raises(gd.CollectiveTimeout, match="the store did not answer in time"):
         gd.rebuild(timeout=timedelta(seconds=1))
     assert time.monotonic() - began < 2
     if me.rank == 0:
@@ -380,6 +380,49 @@ def any_order(me: Rank, by_hand: bool) -> None:
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_groups_rebuilt_in_any_order(by_hand, tmp_path):
     with Ranks(any_order, 4, tmp_path, by_hand) as ranks:
+        ranks.heard_from_all()
+        ranks.signal(1, signal.SIGKILL)
+        ranks.join(lost=(1,))
+
+
+def interrupted(me: Rank, by_hand: bool) -> None:
+    """Ctrl-C after the group is built and before torch's tables are: the next try mends them."""
+    import torch_gpumode.distributed._groups as groups
+    import torch_gpumode.distributed._rebuild as rebuild
+
+    handles: list[str] = [""] * me.size
+    pair = dist.new_group([1, 2, 3])
+    dist.all_gather_object(handles, gd.get_reconfigure_handle())
+    me.say("ready")
+    with pytest.raises(gd.PeerLost):
+        repeat(lambda: dist.all_reduce(torch.ones(1000)))
+    survivors = [handles[rank] for rank in (0, 2, 3)]
+
+    def go_on(uuid: int) -> None:
+        if by_hand:
+            gd.reconfigure(uuid, survivors)
+        else:
+            gd.rebuild(timeout=timedelta(seconds=20))
+
+    remember = groups.remember_members
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    groups.remember_members = rebuild.remember_members = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        go_on(1)
+    groups.remember_members = rebuild.remember_members = remember
+    go_on(2)
+    check_group(3)
+    if me.rank != 0:
+        assert dist.get_process_group_ranks(pair) == [1, 2]
+        assert [dist.get_group_rank(pair, rank) for rank in (1, 2)] == [1, 2]
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_interrupted(by_hand, tmp_path):
+    with Ranks(interrupted, 4, tmp_path, by_hand) as ranks:
         ranks.heard_from_all()
         ranks.signal(1, signal.SIGKILL)
         ranks.join(lost=(1,))

@@ -18,8 +18,8 @@ def _flag(text: str) -> bool:
 
 
 def _microseconds(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise ValueError("must be a whole number of microseconds, 0 or more")
+    if not text.isascii() or not text.isdigit() or int(text) > 60_000_000:
+        raise ValueError("must be a whole number of microseconds, 0 to a minute")
     return int(text)
 
 
@@ -41,7 +41,7 @@ class Config:
     spin_us: int | None = _setting(_microseconds)
     """How long a waiting rank polls before it sleeps, in microseconds. Polling longer shortens
     the latency of small collectives and takes time from whatever shares the core; 0 sleeps at
-    once. Default: chosen from the number of ranks on the host and of cores."""
+    once. Default: 50, and 0 where ranks share cores."""
 
 
 def load(environ: Mapping[str, str] = os.environ) -> Config:

@@ -8,10 +8,14 @@
 #include "c10d/bootstrap.h"
 #include "c10d/engine_choice.h"
 #include "c10d/exceptions.h"
+#include "c10d/exit.h"
 #include "c10d/fork.h"
 
 namespace gpumode {
 namespace {
+
+// How long the end of the process waits for what runs in other threads.
+constexpr auto kPatience = std::chrono::seconds(2);
 
 std::mutex live_mutex;
 
@@ -55,8 +59,8 @@ Backend::~Backend() {
 
 void Backend::open(const StorePtr& store) {
   const auto started = std::chrono::steady_clock::now();
-  Bootstrap bootstrap(store, current_rank_, current_size_);
-  const auto membership = bootstrap.exchange(communicator_->handle(), options_->timeout);
+  Bootstrap bootstrap(store, current_rank_, current_size_, options_->timeout);
+  const auto membership = bootstrap.exchange(communicator_->handle());
   const auto left = to_duration(options_->timeout) - (std::chrono::steady_clock::now() - started);
   throw_if_failed(
       join(membership, current_rank_, std::max<Duration>(left, std::chrono::milliseconds(1))));
@@ -67,8 +71,29 @@ std::shared_ptr<Communicator> Backend::communicator() const {
   TORCH_CHECK(fork_count_ == fork_count(),
               "a gpumode group cannot be used in a forked child of the process that made it");
   std::lock_guard<std::mutex> lock(mutex_);
+  if (communicator_ == nullptr) {
+    hold_if_exiting();
+  }
   TORCH_CHECK(communicator_ != nullptr, "this gpumode group has been shut down");
   return communicator_;
+}
+
+Backend::WorkPtr Backend::aborted_work() const {
+  auto work =
+      c10::make_intrusive<Work>(current_rank_, ::c10d::OpType::COALESCED, "", Tensors{}, Tensors{});
+  work->start_done({Code::Aborted, "the group was aborted while ops were coalesced"});
+  return work;
+}
+
+void Backend::refuse(std::exception_ptr error) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto* coalescing = open_coalescing();
+  if (coalescing == nullptr) {
+    std::rethrow_exception(error);
+  }
+  if (coalescing->refused == nullptr) {
+    coalescing->refused = std::move(error);
+  }
 }
 
 Backend::WorkPtr Backend::run(Call call) {
@@ -78,10 +103,12 @@ Backend::WorkPtr Backend::run(Call call) {
   const auto communicator = this->communicator();
   if (num_coalescing_.load(std::memory_order_relaxed) != 0) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto it = coalescing_.find(std::this_thread::get_id());
-    if (it != coalescing_.end()) {
-      it->second.calls.push_back(std::move(call));
-      it->second.works.push_back(work);
+    if (auto* coalescing = open_coalescing()) {
+      if (coalescing->aborted) {
+        return aborted_work();
+      }
+      coalescing->calls.push_back(std::move(call));
+      coalescing->works.push_back(work);
       return work;
     }
   }
@@ -96,7 +123,13 @@ std::shared_ptr<Op> Backend::submit(Communicator& communicator, Call call) {
   options.timeout = timeout_of(call, communicator);
   options.keepalive = std::make_shared<Keepalive>(call);
   options.blocking = !call.async_op;
-  auto op = communicator.submit(std::move(call.parts), std::move(options));
+  std::shared_ptr<Op> op;
+  if (options.blocking) {
+    const BlockingCall blocking;
+    op = communicator.submit(std::move(call.parts), std::move(options));
+  } else {
+    op = communicator.submit(std::move(call.parts), std::move(options));
+  }
   note_ephemeral(op);
   return op;
 }
@@ -113,43 +146,61 @@ Backend::Call Backend::coalesce(std::vector<Call> calls, ::c10d::OpType type, co
   return joined;
 }
 
-// torch ends no coalescing that an exception left. Its ops would otherwise swallow the next ones.
-void Backend::startCoalescing() {
-  drop_coalescing(/*all_threads=*/false);
+void Backend::Coalescing::abort() {
+  for (const auto& work : std::exchange(works, {})) {
+    work->start_done({Code::Aborted, "the ops that it was to be coalesced with never ran"});
+  }
+  calls.clear();
+  aborted = true;
+}
+
+Backend::Coalescing* Backend::open_coalescing() {
+  const auto it = coalescing_.find(std::this_thread::get_id());
+  return it != coalescing_.end() ? &it->second : nullptr;
+}
+
+void Backend::drop_coalescing() {
   std::lock_guard<std::mutex> lock(mutex_);
-  coalescing_[std::this_thread::get_id()];
+  if (auto node = coalescing_.extract(std::this_thread::get_id())) {
+    node.mapped().abort();
+  }
   num_coalescing_ = static_cast<int>(coalescing_.size());
 }
 
-void Backend::drop_coalescing(bool all_threads) {
-  std::map<std::thread::id, Coalescing> dropped;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (all_threads) {
-      dropped.swap(coalescing_);
-    } else if (auto node = coalescing_.extract(std::this_thread::get_id())) {
-      dropped.insert(std::move(node));
-    }
-    num_coalescing_ = static_cast<int>(coalescing_.size());
+void Backend::abort_coalescing() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& [thread, coalescing] : coalescing_) {
+    coalescing.abort();
   }
-  for (const auto& [thread, coalescing] : dropped) {
-    for (const auto& work : coalescing.works) {
-      work->start_done({Code::Aborted, "the ops that it was to be coalesced with never ran"});
-    }
-  }
+}
+
+bool Backend::coalesces_elsewhere() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return coalescing_.size() > coalescing_.count(std::this_thread::get_id());
+}
+
+void Backend::startCoalescing() {
+  drop_coalescing();
+  std::lock_guard<std::mutex> lock(mutex_);
+  coalescing_[std::this_thread::get_id()];
+  num_coalescing_ = static_cast<int>(coalescing_.size());
 }
 
 Backend::WorkPtr Backend::endCoalescing() {
   Coalescing ended;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto it = coalescing_.find(std::this_thread::get_id());
-    TORCH_CHECK(
-        it != coalescing_.end(),
-        "endCoalescing was called without startCoalescing, or the group was aborted between");
-    ended = std::move(it->second);
-    coalescing_.erase(it);
+    auto node = coalescing_.extract(std::this_thread::get_id());
+    TORCH_CHECK(node, "endCoalescing was called without startCoalescing");
+    ended = std::move(node.mapped());
     num_coalescing_ = static_cast<int>(coalescing_.size());
+  }
+  if (ended.aborted) {
+    return aborted_work();
+  }
+  if (ended.refused != nullptr) {
+    ended.abort();
+    std::rethrow_exception(ended.refused);
   }
   if (ended.calls.empty()) {
     return nullptr;
@@ -179,7 +230,8 @@ void shutdown_all() {
       backend->shutdown();
     }
   }
-  stop_future_thread(std::chrono::seconds(2));
+  stop_future_thread(kPatience);
+  hold_other_threads(kPatience);
 }
 
 }  // namespace gpumode

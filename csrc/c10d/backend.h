@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <atomic>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -102,6 +103,9 @@ class Backend : public ::c10d::Backend {
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
 
+  // Whether another thread than this one is between the two.
+  bool coalesces_elsewhere() const;
+
   // Lifecycle.
   c10::intrusive_ptr<BackendOptions> options() const { return options_->copy(); }
   c10::intrusive_ptr<BaseOptions> getBackendOptions() override { return options_->copy(); }
@@ -156,6 +160,10 @@ class Backend : public ::c10d::Backend {
   struct Coalescing {
     std::vector<Call> calls;
     std::vector<c10::intrusive_ptr<Work>> works;
+    std::exception_ptr refused;  // the first call that was wrong; endCoalescing throws it
+    bool aborted = false;
+
+    void abort();
   };
   struct EphemeralTimeout {
     Duration extra;
@@ -175,8 +183,18 @@ class Backend : public ::c10d::Backend {
   void note_ephemeral(const std::shared_ptr<Op>& op);
   void call_hooks(const std::shared_ptr<Op>& op, ::c10d::OpType type);
 
-  // Ends coalescing, of all threads or this one, without running what was collected.
-  void drop_coalescing(bool all_threads);
+  // This thread's, or null. With the lock held.
+  Coalescing* open_coalescing();
+  // Forgets what this thread has collected; torch leaves it behind when an exception ends a block.
+  void drop_coalescing();
+  // What every thread has collected, and will collect until it ends its block, fails.
+  void abort_coalescing();
+  // run(describe()), except that within a block endCoalescing throws what `describe` throws: torch
+  // ends a block properly only if none of its calls throws.
+  template <class Describe>
+  WorkPtr run_or_refuse(Describe describe);
+  void refuse(std::exception_ptr error);
+  WorkPtr aborted_work() const;
 
   // Descriptions that several virtuals share.
   Call all_gather_call(const at::Tensor& output, const at::Tensor& input) const;

@@ -4,6 +4,7 @@
 #include "c10d/backend.h"
 #include "c10d/backend_state.h"
 #include "c10d/exceptions.h"
+#include "c10d/exit.h"
 #include "c10d/fork.h"
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -76,11 +77,14 @@ std::vector<int> Backend::dead_ranks() const { return communicator()->dead_ranks
 }
 
 void Backend::abort() {
+  if (is_shut_down()) {
+    return;
+  }
   const auto communicator = this->communicator();
   hooks_->report_abort();
   communicator->abort(
       {Code::Aborted, "rank " + std::to_string(current_rank_) + " aborted the group"});
-  drop_coalescing(/*all_threads=*/true);
+  abort_coalescing();
 }
 
 void Backend::shutdown() {
@@ -187,8 +191,10 @@ c10::intrusive_ptr<::c10d::Backend> Backend::merge(const StorePtr& store,
 // Membership
 
 Status Backend::join(const Membership& membership, int rank, Duration timeout) {
+  const BlockingCall blocking;
+  abort_coalescing();
+  drop_coalescing();
   auto status = communicator()->rebuild(membership, rank, timeout);
-  drop_coalescing(/*all_threads=*/true);
   if (!status.ok()) {
     return status;
   }

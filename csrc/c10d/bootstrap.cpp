@@ -1,12 +1,15 @@
 #include "c10d/bootstrap.h"
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include <utility>
+
+#include "c10d/options.h"
 
 namespace gpumode {
 
 namespace {
+
+// What the store has for answering after it has waited for `timeout`.
+constexpr auto kGrace = std::chrono::milliseconds(500);
 
 // Without the C++ stack that torch's own errors carry.
 std::string text_of(const std::exception& error) {
@@ -16,30 +19,33 @@ std::string text_of(const std::exception& error) {
 
 }  // namespace
 
-Bootstrap::Bootstrap(c10::intrusive_ptr<::c10d::Store> store, int rank, int size)
-    : store_(std::move(store)), rank_(rank), size_(size) {}
+Bootstrap::Bootstrap(c10::intrusive_ptr<::c10d::Store> store, int rank, int size,
+                     std::chrono::milliseconds timeout)
+    : rank_(rank),
+      size_(size),
+      timeout_(timeout),
+      store_(std::move(store), to_duration(timeout) + kGrace) {}
 
-Membership Bootstrap::exchange(const std::string& handle, std::chrono::milliseconds timeout) {
+Membership Bootstrap::exchange(const std::string& handle) {
   if (size_ == 1) {
     return {uuid_of({handle}), {handle}};
   }
-  std::vector<std::string> keys, handles;
+  std::vector<std::string> handles;
   try {
-    generation_ = store_->add("gpumode/generation/" + std::to_string(rank_), 1);
-    store_->set(key(rank_), handle);
-    for (int rank = 0; rank < size_; ++rank) {
-      keys.push_back(key(rank));
-    }
-    store_->wait(keys, timeout);
-    for (const auto& k : keys) {
-      handles.push_back(store_->get_to_str(k));
+    const auto counter = "gpumode/generation/" + std::to_string(rank_);
+    generation_ = store_.call([counter](::c10d::Store& store) { return store.add(counter, 1); });
+    store_.set(key(rank_), handle);
+    store_.call(
+        [keys = keys(), timeout = timeout_](::c10d::Store& store) { store.wait(keys, timeout); });
+    for (const auto& bytes : store_.multi_get(keys())) {
+      handles.emplace_back(bytes.begin(), bytes.end());
     }
   } catch (const std::exception& e) {
     const auto missing = missing_ranks();
     TORCH_CHECK_WITH(DistStoreError, false, "rank ", rank_, " of ", size_,
                      " could not open its group: ",
                      missing.empty() ? "the store is gone"
-                                     : "within " + std::to_string(timeout.count()) +
+                                     : "within " + std::to_string(timeout_.count()) +
                                            " ms these ranks did not come: " + missing,
                      " (", text_of(e), ")");
   }
@@ -51,7 +57,7 @@ void Bootstrap::clean_up() noexcept {
     return;
   }
   try {
-    store_->deleteKey(key(rank_));
+    store_.call([key = key(rank_)](::c10d::Store& store) { return store.deleteKey(key); });
   } catch (const std::exception&) {
     // Some stores cannot delete; the key is a few bytes that nobody reads again.
     return;
@@ -62,12 +68,20 @@ std::string Bootstrap::key(int rank) const {
   return "gpumode/handle/" + std::to_string(generation_) + "/" + std::to_string(rank);
 }
 
+std::vector<std::string> Bootstrap::keys() const {
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < size_; ++rank) {
+    keys.push_back(key(rank));
+  }
+  return keys;
+}
+
 // Empty if the store does not answer.
-std::string Bootstrap::missing_ranks() const {
+std::string Bootstrap::missing_ranks() {
   std::string missing;
   try {
     for (int rank = 0; rank < size_; ++rank) {
-      if (!store_->check({key(rank)})) {
+      if (!store_.check({key(rank)})) {
         missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
       }
     }

@@ -2,8 +2,9 @@
 
 #include <chrono>
 #include <string>
+#include <vector>
 
-#include "c10d/torch_version.h"
+#include "c10d/bounded_store.h"
 #include "core/engine.h"
 
 namespace gpumode {
@@ -16,18 +17,21 @@ namespace gpumode {
 // store's prefix: a handle of an earlier one is never picked up.
 class Bootstrap {
  public:
-  Bootstrap(c10::intrusive_ptr<::c10d::Store> store, int rank, int size);
+  Bootstrap(c10::intrusive_ptr<::c10d::Store> store, int rank, int size,
+            std::chrono::milliseconds timeout);
 
-  Membership exchange(const std::string& handle, std::chrono::milliseconds timeout);
+  Membership exchange(const std::string& handle);
   // Removes this rank's key, once everybody is known to have read it. Errors are of no consequence.
   void clean_up() noexcept;
 
  private:
   std::string key(int rank) const;
-  std::string missing_ranks() const;
+  std::vector<std::string> keys() const;
+  std::string missing_ranks();
 
-  c10::intrusive_ptr<::c10d::Store> store_;
-  int rank_, size_;
+  const int rank_, size_;
+  const std::chrono::milliseconds timeout_;
+  BoundedStore store_;
   int64_t generation_ = 0;
 };
 

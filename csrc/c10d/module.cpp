@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "c10d/backend.h"
+#include "c10d/bounded_store.h"
 #include "c10d/engine_choice.h"
 #include "c10d/exceptions.h"
 #include "c10d/group.h"
@@ -63,6 +64,7 @@ void bind_backend(py::module_& m) {
       .def("size", &Backend::current_size)
       .def("uuid", &Backend::current_uuid)
       .def("members", &Backend::members)
+      .def("coalesces_elsewhere", &Backend::coalesces_elsewhere)
       .def("failure", &failure_of)
       .def("dead_ranks", &Backend::dead_ranks, NoGil())
       .def("handle", &Backend::reconfigure_handle)
@@ -75,6 +77,33 @@ void bind_backend(py::module_& m) {
       .def("perform_nocolor_split", [](Backend&, const at::Device&) {}, py::arg("device"));
 }
 
+void bind_store(py::module_& m) {
+  py::class_<BoundedStore>(m, "BoundedStore", "A store that answers within a timeout, or raises.")
+      .def(py::init([](c10::intrusive_ptr<::c10d::Store> store, Milliseconds timeout) {
+             return std::make_unique<BoundedStore>(std::move(store), to_duration(timeout));
+           }),
+           py::arg("store"), py::arg("timeout"))
+      .def("set", &BoundedStore::set, py::arg("key"), py::arg("value"), NoGil())
+      .def("check", &BoundedStore::check, py::arg("keys"), NoGil())
+      .def("compare_set", &BoundedStore::compare_set, py::arg("key"), py::arg("expected"),
+           py::arg("desired"), NoGil())
+      .def(
+          "multi_get",
+          [](BoundedStore& self, const std::vector<std::string>& keys) {
+            std::vector<BoundedStore::Bytes> values;
+            {
+              py::gil_scoped_release release;
+              values = self.multi_get(keys);
+            }
+            std::vector<py::bytes> result;
+            for (const auto& value : values) {
+              result.emplace_back(reinterpret_cast<const char*>(value.data()), value.size());
+            }
+            return result;
+          },
+          py::arg("keys"));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -82,6 +111,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::module_::import("torch.distributed");  // registers the base classes
   bind_options(m);
   bind_backend(m);
+  bind_store(m);
 
 #ifndef GPUMODE_C10D_MUTABLE_RANK
   m.def(

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 
@@ -91,6 +92,33 @@ double premul_factor(const ::c10d::ReduceOp& op) {
                                              : supplement->double_factor;
 }
 
+// 0 if elements lie in the order of their indices, else a number for the order of the dimensions.
+uint64_t layout_of(const at::Tensor& tensor) {
+  if (tensor.is_contiguous()) {
+    return 0;
+  }
+  std::vector<int64_t> dims;  // from the outermost in memory to the innermost
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (tensor.size(dim) != 1) {
+      dims.push_back(dim);
+    }
+  }
+  std::sort(dims.begin(), dims.end(),
+            [&](int64_t a, int64_t b) { return tensor.stride(a) > tensor.stride(b); });
+  uint64_t layout = 1;
+  for (const auto dim : dims) {
+    layout = layout * 67 + static_cast<uint64_t>(dim);  // torch has at most 64 dimensions
+  }
+  return layout;
+}
+
+// What is split along the first dimension must have it outermost in memory.
+void check_rows(const at::Tensor& tensor, const char* argument) {
+  TORCH_CHECK_VALUE(tensor.is_contiguous(tensor.suggest_memory_format()), argument,
+                    ": expected a contiguous tensor, got sizes ", tensor.sizes(), " with strides ",
+                    tensor.strides(), "; call .contiguous() first");
+}
+
 }  // namespace
 
 void check_tensor(const at::Tensor& tensor, const char* argument) {
@@ -101,10 +129,18 @@ void check_tensor(const at::Tensor& tensor, const char* argument) {
                     tensor.scalar_type(), " is not supported; move its bytes as torch.uint8");
   TORCH_CHECK_VALUE(tensor.device().is_cpu(), argument, ": tensors on ", tensor.device(),
                     " are not supported by this build; expected cpu");
-  TORCH_CHECK_VALUE(
-      tensor.is_contiguous(tensor.suggest_memory_format()) && !tensor.is_conj() && !tensor.is_neg(),
-      argument, ": expected a contiguous tensor, got sizes ", tensor.sizes(), " with strides ",
-      tensor.strides(), "; call .contiguous() first");
+  TORCH_CHECK_VALUE(tensor.is_non_overlapping_and_dense(), argument,
+                    ": expected a tensor without gaps and overlaps, got sizes ", tensor.sizes(),
+                    " with strides ", tensor.strides(), "; call .contiguous() first");
+  TORCH_CHECK_VALUE(!tensor.is_conj() && !tensor.is_neg(), argument,
+                    ": expected a tensor without a pending conjugation or negation; call "
+                    ".resolve_conj().resolve_neg() first");
+  // FSDP frees a parameter by resizing its storage under it.
+  const auto end =
+      static_cast<size_t>(tensor.storage_offset() + tensor.numel()) * tensor.element_size();
+  TORCH_CHECK_VALUE(tensor.numel() == 0 || tensor.storage().nbytes() >= end, argument,
+                    ": its storage has ", tensor.storage().nbytes(), " bytes where sizes ",
+                    tensor.sizes(), " need ", end, "; was it freed?");
 }
 
 void check_tensors(const std::vector<at::Tensor>& tensors, const char* argument) {
@@ -126,7 +162,7 @@ void check_same_dtype(const at::Tensor& tensor, const at::Tensor& other, const c
 }
 
 void check_same_format(const at::Tensor& tensor, const at::Tensor& other, const char* argument) {
-  TORCH_CHECK_VALUE(tensor.is_contiguous() == other.is_contiguous(), argument,
+  TORCH_CHECK_VALUE(layout_of(tensor) == layout_of(other), argument,
                     ": expected strides like those of the other tensors of the call, which are ",
                     other.strides(), ", got ", tensor.strides(),
                     "; bytes move as they lie in memory, so call .contiguous() on all");
@@ -203,6 +239,7 @@ std::vector<Buffer> buffers(const std::vector<at::Tensor>& tensors) {
 }
 
 std::vector<Buffer> pieces(const at::Tensor& tensor, int count, const char* argument) {
+  check_rows(tensor, argument);
   TORCH_CHECK_VALUE(tensor.numel() % count == 0, argument, ": expected a multiple of ", count,
                     " elements, got ", tensor.numel());
   const auto whole = buffer(tensor);
@@ -216,6 +253,7 @@ std::vector<Buffer> pieces(const at::Tensor& tensor, int count, const char* argu
 
 std::vector<Buffer> pieces(const at::Tensor& tensor, const std::vector<int64_t>& splits, int count,
                            const char* argument) {
+  check_rows(tensor, argument);
   const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
   if (splits.empty()) {
     TORCH_CHECK_VALUE(rows % count == 0, argument, ": expected a first dimension that ", count,
@@ -249,6 +287,7 @@ OpDesc moving_op(Collective collective, const at::Tensor& tensor) {
   OpDesc op;
   op.collective = collective;
   op.dtype = *core_dtype(tensor.scalar_type());
+  op.layout = layout_of(tensor);
   return op;
 }
 

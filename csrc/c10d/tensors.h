@@ -13,7 +13,8 @@ namespace gpumode {
 // From at::Tensor to the core's buffers. Every check throws ValueError naming the argument, before
 // anything is started or changed.
 
-// Dense, contiguous (in its memory format: channels_last counts), on the CPU.
+// On the CPU, of a dtype that the core knows, and without gaps and overlaps; elements may lie in
+// any order, which all members must share.
 void check_tensor(const at::Tensor& tensor, const char* argument);
 void check_tensors(const std::vector<at::Tensor>& tensors, const char* argument);
 void check_length(size_t length, size_t expected, const char* argument);
@@ -36,13 +37,14 @@ const std::vector<at::Tensor>& only(const std::vector<std::vector<at::Tensor>>& 
 
 Buffer buffer(const at::Tensor& tensor);
 std::vector<Buffer> buffers(const std::vector<at::Tensor>& tensors);
-// `count` equal pieces of a tensor; its numel must be a multiple of `count`.
+// `count` equal pieces of a tensor along its first dimension, which must be the outermost in
+// memory; its numel must be a multiple of `count`.
 std::vector<Buffer> pieces(const at::Tensor& tensor, int count, const char* argument);
 // Pieces of splits[r] rows each; empty splits mean equal ones.
 std::vector<Buffer> pieces(const at::Tensor& tensor, const std::vector<int64_t>& splits, int count,
                            const char* argument);
 
-// An op that moves values like the tensor's. Types that the core does not know travel as bytes.
+// An op that moves values like the tensor's.
 OpDesc moving_op(Collective collective, const at::Tensor& tensor);
 // One that combines them.
 OpDesc reducing_op(Collective collective, const ::c10d::ReduceOp& reduce_op,

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "c10d/exceptions.h"
+#include "c10d/exit.h"
 #include "c10d/futures.h"
 #include "c10d/options.h"
 
@@ -81,6 +82,7 @@ bool Work::wait(std::chrono::milliseconds timeout) {
   if (!done()) {
     started_op();
     if (const auto communicator = communicator_.lock()) {
+      const BlockingCall blocking;
       throw_if_failed(communicator->wait(op_, to_duration(timeout)));
       return true;
     }

@@ -88,6 +88,9 @@ struct OpDesc {
   DType dtype = DType::U8;
   ReduceOp reduce_op = ReduceOp::Sum;
   double factor = 1.0;  // PreMulSum only
+  // In which order elements lie in memory: 0 for that of their indices, any number for another one.
+  // It must be the same on all members, since bytes are combined as they lie.
+  uint64_t layout = 0;
   int root = 0;
   int peer = 0;
   int tag = 0;

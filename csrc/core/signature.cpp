@@ -36,7 +36,7 @@ uint64_t bits(double value) {
 }
 
 struct Fields {
-  uint8_t collective, dtype, reduce_op;
+  uint8_t collective, dtype, reduce_op, permuted;
   int32_t root;
 };
 
@@ -45,12 +45,14 @@ Fields fields(const OpDesc& part) {
   return {static_cast<uint8_t>(c),
           c == Collective::Barrier ? uint8_t{0} : static_cast<uint8_t>(part.dtype),
           is_reduction(c) ? static_cast<uint8_t>(part.reduce_op) : uint8_t{0},
-          has_root(c) ? part.root : 0};
+          static_cast<uint8_t>(part.layout != 0), has_root(c) ? part.root : 0};
 }
 
 uint64_t mix(uint64_t hash, const OpDesc& part) {
   const Fields f = fields(part);
-  hash = mix(hash, f.collective | f.dtype << 8 | f.reduce_op << 16 | uint64_t(f.root) << 32);
+  hash = mix(hash, f.collective | f.dtype << 8 | f.reduce_op << 16 | f.permuted << 24 |
+                       uint64_t(f.root) << 32);
+  if (part.layout != 0) hash = mix(hash, part.layout);
   if (is_reduction(part.collective) && part.reduce_op == ReduceOp::PreMulSum) {
     hash = mix(hash, bits(part.factor));
   }
@@ -73,6 +75,7 @@ Signature Signature::of(const std::vector<OpDesc>& parts) {
   signature.collective = f.collective;
   signature.dtype = f.dtype;
   signature.reduce_op = f.reduce_op;
+  signature.permuted = f.permuted;
   signature.root = f.root;
   if (has_equal_sizes(first.collective)) {
     size_t nbytes = 0;
@@ -84,7 +87,8 @@ Signature Signature::of(const std::vector<OpDesc>& parts) {
 
 bool Signature::operator==(const Signature& o) const {
   return collective == o.collective && dtype == o.dtype && reduce_op == o.reduce_op &&
-         root == o.root && num_parts == o.num_parts && numel == o.numel && rest == o.rest;
+         permuted == o.permuted && root == o.root && num_parts == o.num_parts && numel == o.numel &&
+         rest == o.rest;
 }
 
 std::string Signature::str() const {
@@ -98,6 +102,7 @@ std::string Signature::str() const {
   if (has_root(c)) add("root " + std::to_string(root));
   if (c != Collective::Barrier) add(name(static_cast<DType>(dtype)));
   if (has_equal_sizes(c)) add(std::to_string(numel) + (numel == 1 ? " element" : " elements"));
+  if (permuted != 0) add("not in the order of their indices");
 
   std::string text = std::string(name(c)) + "(" + arguments + ")";
   if (num_parts > 1) text += " coalesced with " + std::to_string(num_parts - 1) + " more";

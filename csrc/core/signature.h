@@ -16,7 +16,7 @@ struct Signature {
   uint8_t collective = 0;
   uint8_t dtype = 0;
   uint8_t reduce_op = 0;
-  uint8_t reserved = 0;
+  uint8_t permuted = 0;
   int32_t root = 0;
   uint32_t num_parts = 0;
   uint32_t reserved2 = 0;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from torch_gpumode.distributed import _backend
+
+_LONGEST = timedelta(days=3650)
 
 _being_rebuilt: WeakSet[dist.ProcessGroup] = WeakSet()
 _being_rebuilt_lock = threading.Lock()
@@ -32,10 +34,12 @@ def abort(group: dist.ProcessGroup | None = None) -> None:
     Raises:
         ValueError: the group has no gpumode backend.
     """
-    for pg in [group] if group is not None else list(distributed_c10d._world.pg_map):
-        for backend in [backend_of(pg)] if group is not None else _backends(pg):
+    if group is not None:
+        backend_of(group).abort()
+        return
+    for each in list(distributed_c10d._world.pg_map):
+        for backend in _backends(each):
             backend.abort()
-        forget_coalescing(pg)
 
 
 def get_reconfigure_handle(group: dist.ProcessGroup | None = None) -> str:
@@ -76,8 +80,8 @@ def reconfigure(
         timeout: the group's own if None.
 
     Raises:
-        ValueError: `uuid` is negative, this rank's handle is missing, one is there twice, or the
-            group has no gpumode backend.
+        ValueError: `uuid` is negative, `timeout` not positive, this rank's handle missing, one of
+            them there twice, or the group has no gpumode backend.
         RuntimeError: another thread rebuilds the group, or TORCH_DISTRIBUTED_DEBUG=DETAIL has put
             it behind one of torch's own that cannot be rebuilt.
         torch.distributed.DistBackendError: some member did not come within `timeout` or died
@@ -86,47 +90,62 @@ def reconfigure(
     world = distributed_c10d._get_default_group()
     pg = group if group is not None else world
     backend = backend_of(pg)
+    timeout = checked_timeout(timeout, backend)
     ordered = list(handles) if isinstance(handles, Sequence) else sorted(handles)
-    before = {handle: rank for rank, handle in enumerate(backend.members())}
-    if timeout is None:
-        timeout = backend.options._timeout
-    with rebuilding(pg):
+    with rebuilding(pg, backend):
         backend.rebuild(uuid, ordered, timeout)
-        forget_coalescing(pg)
         # Those who are new here say who they are in the default group, where nobody new is known.
         announced = torch.full((len(ordered),), -1)
         if pg is not world:
             options = distributed_c10d.AllgatherOptions()
             options.timeout = timeout
             pg._allgather_base(announced, torch.tensor([world.rank()]), options).wait()
-        remember_members(
-            pg, [before.get(handle) for handle in ordered], joined_as=announced.tolist()
-        )
+        remember_members(pg, ordered, announced.tolist())
+
+
+class _RankTable(dict[int, int]):
+    """What torch remembers of a group: the rank of each global rank.
+
+    It carries the handles of the members, by rank, that it is right about. A group may have other
+    ones by now, if an exception came between rebuilding it and changing its table.
+    """
+
+    def __init__(self, ranks: Mapping[int, int], handles: list[str]) -> None:
+        super().__init__(ranks)
+        self.handles = handles
 
 
 def remember_members(
-    pg: dist.ProcessGroup, origins: Sequence[int | None], joined_as: Sequence[int] | None = None
+    pg: dist.ProcessGroup, handles: list[str], announced: Sequence[int] | None = None
 ) -> None:
-    """Tells torch's tables of a membership whose rank r was rank `origins[r]` in the tables.
+    """Tells torch's tables who the members of a group are, by rank.
 
-    Where that is None the rank is new, with the global rank `joined_as[r]`, or -1.
+    Args:
+        handles: those of all members; who was in the table keeps the global rank that it has there.
+        announced: the global rank of who was not; -1 if unknown.
     """
     tables = distributed_c10d._world.pg_group_ranks
-    known: dict[int | None, int] = {rank: each for each, rank in tables[pg].items()}
-    if joined_as is None:
-        joined_as = [-1] * len(origins)
-    global_ranks = [known.get(origin, joined_as[rank]) for rank, origin in enumerate(origins)]
+    before = tables[pg]
+    assert isinstance(before, _RankTable), "rebuilding() has made it one"
+    rank_to_global = {rank: each for each, rank in before.items()}
+    known = {handle: rank_to_global.get(rank, -1) for rank, handle in enumerate(before.handles)}
+    global_ranks = [
+        known.get(handle, announced[rank] if announced is not None else -1)
+        for rank, handle in enumerate(handles)
+    ]
     if pg is not distributed_c10d._get_default_group():
-        tables[pg] = {each: rank for rank, each in enumerate(global_ranks) if each >= 0}
+        ranks = {each: rank for rank, each in enumerate(global_ranks) if each >= 0}
+        tables[pg] = _RankTable(ranks, handles)
         return
     renumbered = {old: new for new, old in enumerate(global_ranks) if old >= 0}
-    for other, ranks in tables.items():
-        tables[other] = {
-            renumbered[global_rank]: rank
-            for global_rank, rank in ranks.items()
-            if global_rank in renumbered
-        }
-    tables[pg] = {rank: rank for rank in range(len(global_ranks))}
+    changed: dict[Any, dict[int, int]] = {}
+    for other, table in tables.items():
+        ranks = {renumbered[old]: rank for old, rank in table.items() if old in renumbered}
+        changed[other] = (
+            _RankTable(ranks, table.handles) if isinstance(table, _RankTable) else ranks
+        )
+    changed[pg] = _RankTable({rank: rank for rank in range(len(handles))}, handles)
+    tables.update(changed)  # at once: an exception from a signal handler may come anywhere
 
 
 def set_as_default(device: str) -> None:
@@ -146,8 +165,8 @@ def set_as_default(device: str) -> None:
 
 
 @contextmanager
-def rebuilding(pg: dist.ProcessGroup) -> Iterator[None]:
-    """Refuses groups that cannot be rebuilt, or not now."""
+def rebuilding(pg: dist.ProcessGroup, backend: Any) -> Iterator[None]:
+    """Refuses groups that cannot be rebuilt, or not now, and cleans up after a failure."""
     if any(hasattr(pg._get_backend(device), "wrapped_pg") for device in pg._device_types):
         raise RuntimeError(
             "TORCH_DISTRIBUTED_DEBUG=DETAIL wraps every group in one that cannot be rebuilt; use "
@@ -160,15 +179,26 @@ def rebuilding(pg: dist.ProcessGroup) -> Iterator[None]:
             )
         _being_rebuilt.add(pg)
     try:
+        tables = distributed_c10d._world.pg_group_ranks
+        if not isinstance(tables[pg], _RankTable):
+            tables[pg] = _RankTable(tables[pg], backend.members())
+        # torch ends no coalescing block that an exception has left, and would put all later
+        # collectives into it. A block of another thread may be alive, though.
+        if not backend.coalesces_elsewhere():
+            distributed_c10d._world.pg_coalesce_state.pop(pg, None)
         yield
     finally:
         with _being_rebuilt_lock:
             _being_rebuilt.discard(pg)
 
 
-def forget_coalescing(pg: dist.ProcessGroup) -> None:
-    """Ends what an exception in a coalescing block has left: torch would add to it for ever."""
-    distributed_c10d._world.pg_coalesce_state.pop(pg, None)
+def checked_timeout(timeout: timedelta | None, backend: Any) -> timedelta:
+    """Returns the timeout of a call, or the group's for None. C++ cannot count very long ones."""
+    if timeout is None:
+        return backend.options._timeout
+    if timeout <= timedelta(0):
+        raise ValueError(f"timeout: expected a positive one, got {timeout}")
+    return min(timeout, _LONGEST)
 
 
 def backend_of(group: dist.ProcessGroup | None) -> Any:

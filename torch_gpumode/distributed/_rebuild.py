@@ -20,14 +20,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -36,7 +32,7 @@ from torch.distributed import distributed_c10d
 from torch_gpumode.distributed._backend import C
 from torch_gpumode.distributed._groups import (
     backend_of,
-    forget_coalescing,
+    checked_timeout,
     rebuilding,
     remember_members,
 )
@@ -50,9 +46,7 @@ _LOOK_AGAIN_S = 0.005, 0.05
 # The part of the time left for which ranks are waited for that may be frozen.
 _PATIENCE = 1 / 3
 # How much longer than the deadline the store may take to answer.
-_GRACE_S = 0.5
-
-_T = TypeVar("_T")
+_GRACE = timedelta(seconds=0.5)
 
 
 @dataclass(frozen=True)
@@ -61,14 +55,11 @@ class _Membership:
 
     uuid: int
     rank: int
-    # By rank: the rank in the membership that torch's tables know, which is the last one built.
-    origins: list[int]
-    # By rank: what reaches the member.
-    handles: list[str]
+    handles: list[str]  # by rank: what reaches the member
 
     @property
     def size(self) -> int:
-        return len(self.origins)
+        return len(self.handles)
 
 
 # What was decided last, where it could not be built: by group, with the uuid of the last that was.
@@ -102,28 +93,28 @@ def rebuild(
     """
     if min_size < 1:
         raise ValueError(f"min_size: expected 1 or more, got {min_size}")
-    if timeout is not None and timeout <= timedelta(0):
-        raise ValueError(f"timeout: expected a positive one, got {timeout}")
     pg = group if group is not None else distributed_c10d._get_default_group()
     backend = backend_of(pg)
-    if timeout is None:
-        timeout = backend.options._timeout
-    with rebuilding(pg):
-        _rebuild(pg, backend, time.monotonic() + timeout.total_seconds(), min_size)
+    timeout = checked_timeout(timeout, backend)
+    with rebuilding(pg, backend):
+        _rebuild(pg, backend, timeout, min_size)
 
 
-def _rebuild(pg: dist.ProcessGroup, backend: Any, deadline: float, min_size: int) -> None:
-    store = distributed_c10d._world.pg_map[pg][1]
+def _rebuild(pg: dist.ProcessGroup, backend: Any, timeout: timedelta, min_size: int) -> None:
+    deadline = time.monotonic() + timeout.total_seconds()
+    store = C.BoundedStore(distributed_c10d._world.pg_map[pg][1], timeout + _GRACE)
     if backend.failure() is None:
         backend.abort()
-    origins = list(range(backend.size()))
-    current = _Membership(backend.uuid(), backend.rank(), origins, backend.members())
+    current = _Membership(backend.uuid(), backend.rank(), backend.members())
     base, later = _decided.get(pg, (current.uuid, current))
     if base == current.uuid:
         current = later
-    lost: list[int] = []  # of `current`, as its attempt has found
+    failed: dist.DistBackendError | None = None  # why `current` could not be built
     while True:
-        current = _within(deadline, partial(_agree, store, backend, current, lost, deadline))
+        try:
+            current = _agree(store, backend, current, failed, deadline)
+        except CollectiveTimeout as error:
+            raise error from failed
         _decided[pg] = backend.uuid(), current
         if current.size < min_size:
             raise WorldTooSmall(f"{current.size} ranks are left, and min_size is {min_size}")
@@ -133,40 +124,20 @@ def _rebuild(pg: dist.ProcessGroup, backend: Any, deadline: float, min_size: int
             backend.rebuild(current.uuid, current.handles, timedelta(seconds=attempt_s))
         except dist.DistBackendError as error:
             _logger.warning("rebuilding %s failed, agreeing again: %s", pg.group_name, error)
+            failed = error
             if time.monotonic() >= deadline:
                 raise
-            lost = error.ranks if isinstance(error, PeerLost) else []
         else:
-            forget_coalescing(pg)
-            remember_members(pg, current.origins)
+            remember_members(pg, current.handles)
             return
 
 
-def _within(deadline: float, call: Callable[[], _T]) -> _T:
-    """Returns what `call` does, on a thread that is left behind if it does not return in time.
-
-    torch's stores wait without a bound for a server that is frozen, or whose network is gone.
-    """
-    outcome: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(call())
-        except BaseException as error:  # it is the caller's
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="gpumode-agree", daemon=True).start()
-    timeout_s = max(deadline - time.monotonic(), 0) + _GRACE_S
-    try:
-        return outcome.result(min(timeout_s, threading.TIMEOUT_MAX))
-    except TimeoutError:
-        if outcome.done():
-            raise
-        raise CollectiveTimeout("the store does not answer") from None
-
-
 def _agree(
-    store: dist.Store, backend: Any, current: _Membership, lost: list[int], deadline: float
+    store: Any,
+    backend: Any,
+    current: _Membership,
+    failed: dist.DistBackendError | None,
+    deadline: float,
 ) -> _Membership:
     """Returns the membership after `current`, the same on all ranks."""
     prefix = f"gpumode/after/{current.uuid}"
@@ -179,7 +150,7 @@ def _agree(
     now = time.monotonic()
     impatient = now + (deadline - now) * _PATIENCE
     look_again_s = _LOOK_AGAIN_S[0]
-    dead = set(lost)
+    dead = set(failed.ranks) if isinstance(failed, PeerLost) else set()
     num_looks = 0
     while not store.check([decision_key]):
         here = [rank for rank in range(current.size) if store.check([handle_key(rank)])]
@@ -188,15 +159,16 @@ def _agree(
         awaited = set(range(current.size)) - set(here) - dead
         now = time.monotonic()
         if now >= deadline:
+            why = f"; the last attempt: {failed}" if failed else ""
             raise CollectiveTimeout(
-                f"no agreement on the next membership; ranks {here} of {current.size} had come"
+                f"the time was up before ranks {here} of {current.size}, which came, went on{why}"
             )
         if not awaited or now >= impatient:
             store.compare_set(decision_key, "", json.dumps(here))
         else:
             _wait(store, decision_key, look_again_s)
             look_again_s = min(2 * look_again_s, _LOOK_AGAIN_S[1])
-    members = json.loads(store.get(decision_key))
+    members = json.loads(store.multi_get([decision_key])[0])
     if current.rank not in members:
         raise WorldTooSmall(
             f"ranks {members} of {current.size} went on without rank {current.rank}, which they "
@@ -205,8 +177,7 @@ def _agree(
     digest = hashlib.sha256(f"{current.uuid} {members}".encode()).digest()
     uuid = int.from_bytes(digest[:8], "big") >> 1
     handles = [each.decode() for each in store.multi_get([handle_key(rank) for rank in members])]
-    origins = [current.origins[rank] for rank in members]
-    return _Membership(uuid, members.index(current.rank), origins, handles)
+    return _Membership(uuid, members.index(current.rank), handles)
 
 
 def _newly_dead(backend: Any, current: _Membership, known: set[int], num_looks: int) -> set[int]:
@@ -223,7 +194,7 @@ def _newly_dead(backend: Any, current: _Membership, known: set[int], num_looks: 
     }
 
 
-def _wait(store: dist.Store, key: str, seconds: float) -> None:
+def _wait(store: Any, key: str, seconds: float) -> None:
     """Returns when the key is there or the time is up, at which Store.wait would warn on stderr."""
     for _ in range(5):
         if store.check([key]):

@@ -1,0 +1,63 @@
+#include "c10d/exit.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+namespace gpumode {
+namespace {
+
+// How long the GIL stays free for those who have left: some of Python's switch intervals of 5 ms.
+constexpr auto kTimeForGil = std::chrono::milliseconds(20);
+
+struct Exit {
+  std::mutex mutex;  // guards what follows
+  std::condition_variable cv;
+  int num_inside = 0;
+  std::thread::id exiting_thread;
+  std::atomic<bool> holding{false};  // also read without the lock
+};
+
+Exit& state() {
+  static auto* exit = new Exit;  // used during exit
+  return *exit;
+}
+
+}  // namespace
+
+BlockingCall::BlockingCall() {
+  hold_if_exiting();
+  std::lock_guard<std::mutex> lock(state().mutex);
+  ++state().num_inside;
+}
+
+BlockingCall::~BlockingCall() {
+  {
+    std::lock_guard<std::mutex> lock(state().mutex);
+    if (--state().num_inside == 0) state().cv.notify_all();
+  }
+  hold_if_exiting();
+}
+
+void hold_other_threads(std::chrono::milliseconds patience) {
+  auto& exit = state();
+  std::unique_lock<std::mutex> lock(exit.mutex);
+  if (exit.num_inside > 0) {
+    exit.cv.wait_for(lock, patience, [&] { return exit.num_inside == 0; });
+    lock.unlock();
+    std::this_thread::sleep_for(kTimeForGil);
+    lock.lock();
+  }
+  exit.exiting_thread = std::this_thread::get_id();
+  exit.holding.store(true, std::memory_order_release);
+}
+
+void hold_if_exiting() {
+  auto& exit = state();
+  if (!exit.holding.load(std::memory_order_acquire)) return;
+  if (exit.exiting_thread == std::this_thread::get_id()) return;
+  for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+}
+
+}  // namespace gpumode
