@@ -413,6 +413,7 @@ def interrupted(me: Rank, by_hand: bool) -> None:
     with pytest.raises(KeyboardInterrupt):
         go_on(1)
     groups.remember_members = rebuild.remember_members = remember
+    dist.barrier()  # the group is built, on all ranks
     go_on(2)
     check_group(3)
     if me.rank != 0:

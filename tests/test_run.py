@@ -222,6 +222,13 @@ def test_stop_and_continue(job: Callable[..., Job]) -> None:
     assert j.codes() == [0]
 
 
+def test_stopped_rank_that_the_others_left_behind(job: Callable[..., Job]) -> None:
+    j = job(
+        "wait_for('stopped')", "write('stopped'); os.kill(os.getpid(), signal.SIGSTOP)", "die()"
+    )
+    assert j.codes() == [0, 0, 0]
+
+
 def test_workers_of_a_killed_child_are_killed(job: Callable[..., Job]) -> None:
     j = job(
         "worker = subprocess.Popen(['sleep', '600'], stdout=-3, stderr=-3);"

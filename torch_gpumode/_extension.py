@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import os
+import sys
 import sysconfig
 from pathlib import Path
 from types import ModuleType
@@ -31,17 +33,35 @@ def problem() -> str | None:
     except ImportError as error:
         return f"importing torch failed ({error}): install torch 2.11 to 2.14"
     info = build_info()
+    if info is not None and minor(info["torch"]) == minor(torch.__version__):
+        return None
+    hidden = _hidden_installation()
+    if hidden is not None:
+        return (
+            f"{Path(__file__).parent} is not built for this Python and torch, and hides what is "
+            f"installed in {hidden}: run from another directory than the repository"
+        )
     if info is None:
         return (
             f"torch_gpumode is not built for this Python: in its repository run "
             f"`make`, or `{REBUILD}`"
         )
-    if minor(info["torch"]) != minor(torch.__version__):
-        return (
-            f"torch_gpumode was built for torch {info['torch']} and this is torch "
-            f"{torch.__version__}, whose interfaces differ: rebuild it with `{REBUILD}`, or "
-            f"install the torch that it was built for"
-        )
+    return (
+        f"torch_gpumode was built for torch {info['torch']} and this is torch {torch.__version__}, "
+        f"whose interfaces differ: rebuild it with `{REBUILD}`, or install the torch that it was "
+        f"built for"
+    )
+
+
+def _hidden_installation() -> Path | None:
+    """Returns where a built package lies that another torch_gpumode, earlier on the path, hides."""
+    here = Path(__file__).parent
+    for entry in sys.path:
+        package = Path(entry or os.getcwd(), here.name).resolve()
+        if package == here.resolve():
+            continue
+        if (package / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").exists():
+            return package
     return None
 
 

@@ -12,6 +12,8 @@ torchrun made. The child's end becomes the parent's:
 - A signal kills it that the parent did not pass on: the parent hides that from the agent and
   waits until no rank's child runs any more. If one of them finished with exit code 0, so does the
   parent; if none did, it dies of its child's signal.
+- It is stopped, by SIGSTOP say, and still is so when all others are done: it is killed, and then
+  as above.
 - It dies of a signal that was passed on, or after one that means "end" (SIGTERM, SIGINT, SIGHUP,
   SIGQUIT): that is what was asked for, and the parent dies of the same.
 
@@ -35,6 +37,7 @@ import ctypes
 import fcntl
 import hashlib
 import logging
+import math
 import os
 import resource
 import signal
@@ -48,7 +51,9 @@ from typing import NoReturn
 _ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 _PASSED_ON = _ENDING | {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT}
 
+_LOOK_S = 1.0  # how often a parent with a stopped child looks at the others
 _POLL_S = 0.1  # how often a parent without a child looks at the others
+_STOPPED_S = 5.0  # how long a child may be stopped that all others have left behind
 _START_GRACE_S = 30.0  # agents of one host may start their ranks this far apart
 
 _PR_SET_PDEATHSIG = 1
@@ -146,15 +151,23 @@ def start(argv: list[str], signal_mask: set[int]) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-u", *argv], process_group=0, preexec_fn=before_exec)
 
 
-def attend(child: subprocess.Popen[bytes]) -> tuple[int, bool]:
-    """Pass signals on until the child ends.
+def attend(child: subprocess.Popen[bytes], board: Board) -> tuple[int, bool]:
+    """Pass signals on until the child ends, and kill it if it is stopped and all others are done.
 
     Returns its exit code, -N for signal N, and whether the signals that were passed on explain
     such a death. Needs SIGCHLD and all signals that are passed on to be blocked.
     """
     passed_on = set()
+    stopped_at = math.inf
     while True:
-        number = signal.sigwait(_PASSED_ON | {signal.SIGCHLD})
+        arrived = signal.sigtimedwait(_PASSED_ON | {signal.SIGCHLD}, _LOOK_S)
+        if time.monotonic() - stopped_at > _STOPPED_S and all_done(list(board.others())):
+            logger.warning("killing a rank that is stopped and that all others have left behind")
+            os.killpg(child.pid, signal.SIGKILL)
+            stopped_at = math.inf
+        if arrived is None:
+            continue
+        number = arrived.si_signo
         if number != signal.SIGCHLD:
             passed_on.add(number)
             os.killpg(child.pid, number)
@@ -164,11 +177,20 @@ def attend(child: subprocess.Popen[bytes]) -> tuple[int, bool]:
         # WNOWAIT: while it is a zombie nobody else can get its number, or its group's.
         ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
-            continue  # it was stopped or continued
+            flags = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
+            while (change := os.waitid(os.P_PID, child.pid, flags)) is not None:
+                stopped = change.si_code == os.CLD_STOPPED
+                stopped_at = time.monotonic() if stopped else math.inf
+            continue
         if ended.si_code != os.CLD_EXITED:
             os.killpg(child.pid, signal.SIGKILL)
         code = child.wait()
         return code, bool(passed_on & _ENDING) or -code in passed_on
+
+
+def all_done(others: list[bytes]) -> bool:
+    """Whether nobody runs any more, and somebody has finished."""
+    return Board.FINISHED in others and set(others) <= {Board.FINISHED, Board.ENDED}
 
 
 def wait_for_others(board: Board) -> bool:
@@ -198,14 +220,17 @@ def end_like(code: int) -> NoReturn:
 
 def main(argv: list[str]) -> NoReturn:
     if not argv or (argv[0].startswith("-") and (argv[0] != "-m" or len(argv) < 2)):
-        sys.exit("usage: torchrun [options] -m torch_gpumode.run {script.py | -m module} [args]")
+        sys.exit(
+            f"usage: torchrun [options] -m torch_gpumode.run {{script.py | -m module}} [args]\n\n"
+            f"{__doc__}"
+        )
     rank = int(os.environ.get("RANK", "0"))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
 
     board = Board(board_path(), rank, world_size)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, children would vanish unseen
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON | {signal.SIGCHLD})
-    code, asked_for = attend(start(argv, mask))
+    code, asked_for = attend(start(argv, mask), board)
     board.child_ended(finished=code == 0)
     if code < 0 and not asked_for and world_size > 1:
         name = signal.Signals(-code).name

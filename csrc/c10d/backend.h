@@ -116,6 +116,7 @@ class Backend : public ::c10d::Backend {
   Status failure() const;
   std::vector<int> dead_ranks() const;
   void abort() override;
+  void abort(const std::string& why);
   void shutdown() override;
   // The parent's weak reference keeps a child from being destroyed when its last owner goes.
   void release_resources() override { shutdown(); }

@@ -41,9 +41,7 @@ Backend::WorkPtr Backend::allreduce(Tensors& tensors, const ::c10d::AllreduceOpt
 }
 
 Backend::WorkPtr Backend::allreduce_sparse(Tensors&, const ::c10d::AllreduceOptions&) {
-  TORCH_CHECK_VALUE(false,
-                    "tensors: expected a dense tensor, got a sparse one; all_reduce of "
-                    "sparse tensors is not supported, call .to_dense() first");
+  TORCH_CHECK_VALUE(false, "tensors: expected dense ones, got sparse; call .to_dense() first");
 }
 
 Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,

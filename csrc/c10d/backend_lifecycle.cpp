@@ -76,14 +76,15 @@ std::vector<int> Backend::dead_ranks() const { return communicator()->dead_ranks
   }
 }
 
-void Backend::abort() {
+void Backend::abort() { abort("rank " + std::to_string(current_rank_) + " aborted the group"); }
+
+void Backend::abort(const std::string& why) {
   if (is_shut_down()) {
     return;
   }
   const auto communicator = this->communicator();
   hooks_->report_abort();
-  communicator->abort(
-      {Code::Aborted, "rank " + std::to_string(current_rank_) + " aborted the group"});
+  communicator->abort({Code::Aborted, why});
   abort_coalescing();
 }
 

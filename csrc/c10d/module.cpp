@@ -66,6 +66,9 @@ void bind_backend(py::module_& m) {
       .def("members", &Backend::members)
       .def("coalesces_elsewhere", &Backend::coalesces_elsewhere)
       .def("failure", &failure_of)
+      .def(
+          "abort_because", [](Backend& self, const std::string& why) { self.abort(why); },
+          py::arg("why"), NoGil())
       .def("dead_ranks", &Backend::dead_ranks, NoGil())
       .def("handle", &Backend::reconfigure_handle)
       .def(

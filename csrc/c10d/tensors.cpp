@@ -124,7 +124,7 @@ void check_rows(const at::Tensor& tensor, const char* argument) {
 void check_tensor(const at::Tensor& tensor, const char* argument) {
   TORCH_CHECK_VALUE(tensor.defined(), argument, ": expected a tensor, got an undefined one");
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, argument, ": expected a dense tensor, got ",
-                    tensor.layout());
+                    tensor.layout(), "; call .to_dense() first");
   TORCH_CHECK_VALUE(core_dtype(tensor.scalar_type()).has_value(), argument, ": ",
                     tensor.scalar_type(), " is not supported; move its bytes as torch.uint8");
   TORCH_CHECK_VALUE(tensor.device().is_cpu(), argument, ": tensors on ", tensor.device(),

@@ -35,10 +35,11 @@ class Channel {
   // Whether `rank` has entered op `seq`, the op that this rank is in; if so its signature is read.
   virtual bool entered(int rank, uint64_t seq, Signature* signature) const = 0;
 
-  // This rank gives up on the epoch and says why. Only the first call counts.
-  virtual void announce_failure(const Status& why) = 0;
-  // Whether `rank` gave up; if so `why` is read (it may be null).
-  virtual bool failed(int rank, Status* why) const = 0;
+  // This rank gives up on the epoch, and says why and which collective is the first that it has not
+  // finished. Only the first call counts.
+  virtual void announce_failure(const Status& why, uint64_t first_unfinished) = 0;
+  // Whether `rank` gave up; if so what it said is read.
+  virtual bool failed(int rank, Status* why, uint64_t* first_unfinished) const = 0;
 };
 
 }  // namespace gpumode

@@ -128,6 +128,7 @@ Status Communicator::Impl::rebuild(const Membership& membership, int rank, Durat
     channel = engine->channel();
     epoch = static_cast<uint32_t>(membership.uuid);
     num_collectives = num_p2p = 0;
+    first_unfinished = std::numeric_limits<uint64_t>::max();
     next_check = TimePoint{};
     watchdog.reset(channel->size());
     if (!interruption.ok()) close(status = interruption, false);

@@ -133,11 +133,20 @@ bool Communicator::Impl::retire(TimePoint time) {
       const auto found = std::find_if(in_flight.begin(), in_flight.end(),
                                       [&](const auto& op) { return op->tag_ == completion.tag; });
       assert(found != in_flight.end());
-      if (!completion.status.ok()) {
-        close(completion.status, false);  // before anybody sees that the op failed
+      Status status = completion.status;
+      bool learned = false;
+      if (!completion.tag.p2p()) {
+        if (status.ok()) {
+          status = given_up(*channel, completion.tag.seq);
+          learned = !status.ok();
+        }
+        if (!status.ok()) first_unfinished = std::min(first_unfinished, completion.tag.seq);
+      }
+      if (!status.ok()) {
+        close(status, learned);  // before anybody sees that the op failed
         ok = false;
       }
-      (*found)->finish(completion.status, completion.source_rank, time);
+      (*found)->finish(status, completion.source_rank, time);
       retired.push_back(std::move(*found));
       in_flight.erase(found);
     }
@@ -180,14 +189,19 @@ void Communicator::Impl::close(const Status& why, bool learned) {
 // The driver carries out what close has recorded.
 void Communicator::Impl::teardown() {
   Status why, said;
+  uint64_t first;
   {
     std::lock_guard<std::mutex> lock(mutex);
+    first = std::min(first_unfinished, num_collectives + 1);
+    for (const auto& op : in_flight) {
+      if (!op->tag_.p2p()) first = std::min(first, op->tag_.seq);
+    }
     why = said = failure;
     if (!failure_learned) {
-      said.message = "rank " + std::to_string(channel->rank()) + ": " + said.message;
+      said.message += " (from rank " + std::to_string(channel->rank()) + ")";
     }
   }
-  channel->announce_failure(said);
+  channel->announce_failure(said, first);
   std::vector<std::shared_ptr<Op>> ended;
   {
     std::lock_guard<std::mutex> gate_lock(gate);  // no start beside the abort

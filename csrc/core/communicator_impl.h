@@ -3,6 +3,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -81,6 +82,8 @@ struct Communicator::Impl {
   Status interruption;  // of a rebuild, by abort
   uint32_t epoch = 0;
   uint64_t num_collectives = 0, num_p2p = 0;
+  // Of those that have failed, the first; for the other members.
+  uint64_t first_unfinished = std::numeric_limits<uint64_t>::max();
   Duration timeout;
   std::vector<std::shared_ptr<Op>> in_flight;
   bool driven = false;

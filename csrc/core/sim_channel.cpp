@@ -157,16 +157,16 @@ bool SimChannel::entered(int rank, uint64_t seq, Signature* signature) const {
   });
 }
 
-void SimChannel::announce_failure(const Status& why) {
+void SimChannel::announce_failure(const Status& why, uint64_t first_unfinished) {
   world_->write([&] {
-    if (!board_->failed[rank_]) board_->failed[rank_] = why;
+    if (!board_->failed[rank_]) board_->failed[rank_] = {why, first_unfinished};
   });
 }
 
-bool SimChannel::failed(int rank, Status* why) const {
+bool SimChannel::failed(int rank, Status* why, uint64_t* first_unfinished) const {
   return world_->read([&] {
-    const std::optional<Status>& said = board_->failed[rank];
-    if (said && why != nullptr) *why = *said;
+    const auto& said = board_->failed[rank];
+    if (said) std::tie(*why, *first_unfinished) = *said;
     return said.has_value();
   });
 }

@@ -33,7 +33,7 @@ class SimWorld {
   struct Board {
     std::vector<int> members;  // their numbers in the world
     std::vector<std::map<uint64_t, Signature>> entered;
-    std::vector<std::optional<Status>> failed;
+    std::vector<std::optional<std::tuple<Status, uint64_t>>> failed;
     std::map<std::tuple<int, int, int>, int> mail;  // (from, to, tag) -> messages not received
   };
 
@@ -112,8 +112,8 @@ class SimChannel : public Channel {
   bool alive(int rank) const override;
   void announce(uint64_t seq, const Signature& signature) override;
   bool entered(int rank, uint64_t seq, Signature* signature) const override;
-  void announce_failure(const Status& why) override;
-  bool failed(int rank, Status* why) const override;
+  void announce_failure(const Status& why, uint64_t first_unfinished) override;
+  bool failed(int rank, Status* why, uint64_t* first_unfinished) const override;
 
   // Point-to-point messages carry no bytes here: only that they were sent.
   void send(int to, int tag);

@@ -1,5 +1,6 @@
 #include "core/watchdog.h"
 
+#include <limits>
 #include <sstream>
 
 namespace gpumode {
@@ -19,15 +20,19 @@ Status timed_out(const Engine& engine, const WatchedOp& op) {
   return Status(Code::Timeout, text.str(), ranks);
 }
 
-Status announced_failure(const Channel& channel) {
+}  // namespace
+
+Status given_up(const Channel& channel, uint64_t seq) {
   for (int r = 0; r < channel.size(); ++r) {
     Status why;
-    if (r != channel.rank() && channel.failed(r, &why)) return why;
+    uint64_t first_unfinished = 0;
+    if (r != channel.rank() && channel.failed(r, &why, &first_unfinished) &&
+        first_unfinished <= seq) {
+      return why;
+    }
   }
   return Status();
 }
-
-}  // namespace
 
 Verdict Watchdog::check(const Engine& engine, const Channel& channel,
                         const std::vector<WatchedOp>& ops) {
@@ -35,9 +40,15 @@ Verdict Watchdog::check(const Engine& engine, const Channel& channel,
   // First what a member said, which is the cause of what else may be seen here: a member that
   // gave up may have exited, or let this op run into its deadline.
   Verdict verdict;
-  verdict.status = announced_failure(channel);
+  verdict.status = given_up(channel, std::numeric_limits<uint64_t>::max());
   verdict.learned = !verdict.status.ok();
-  if (verdict.learned) return verdict;
+  if (verdict.learned) {
+    if (heard_) return verdict;
+    heard_ = true;
+    verdict = Verdict();
+    verdict.again = true;
+    return verdict;
+  }
 
   verdict = check_deaths(engine, channel, ops);
   if (!verdict.status.ok() || verdict.again) return verdict;

@@ -24,12 +24,16 @@ struct Verdict {
 // member that an op waits for is dead, or because a deadline has passed. It has no thread; whoever
 // drives the group asks it, after a poll.
 //
-// A member may die after its last bytes are on their way. So a death counts only from the check
-// after the one that saw it, with a poll in between. A dead member that nobody waits for is no
+// A member may die, or give up on a later op, after its last bytes are on their way. So a death and
+// what a member said count only from the check after the one that saw it, with a poll in between. A
+// dead member that nobody waits for is no
 // failure: it may have finished and left.
 class Watchdog {
  public:
-  void reset(int world_size) { known_dead_.assign(static_cast<size_t>(world_size), false); }
+  void reset(int world_size) {
+    known_dead_.assign(static_cast<size_t>(world_size), false);
+    heard_ = false;
+  }
 
   Verdict check(const Engine& engine, const Channel& channel, const std::vector<WatchedOp>& ops);
 
@@ -38,6 +42,11 @@ class Watchdog {
                        const std::vector<WatchedOp>& ops);
 
   std::vector<bool> known_dead_;  // by rank; seen dead before the last poll
+  bool heard_ = false;            // a member had given up before the last poll
 };
+
+// Why another member gave up on collective `seq` or an earlier one; Ok if none did. Then the op
+// must not succeed here: a member that comes late finds the entries of those who have left.
+Status given_up(const Channel& channel, uint64_t seq);
 
 }  // namespace gpumode

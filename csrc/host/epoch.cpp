@@ -92,9 +92,10 @@ bool Epoch::entered(int rank, uint64_t seq, Signature* signature) const {
   return true;
 }
 
-void Epoch::announce_failure(const Status& why) {
+void Epoch::announce_failure(const Status& why, uint64_t first_unfinished) {
   Failure& failure = mine_.header().failure;
   if (failure.announced.load(std::memory_order_relaxed) != 0) return;
+  failure.first_unfinished = first_unfinished;
   failure.code = static_cast<uint32_t>(why.code);
   failure.num_ranks = static_cast<uint32_t>(std::min(why.ranks.size(), std::size(failure.ranks)));
   std::copy_n(why.ranks.begin(), failure.num_ranks, failure.ranks);
@@ -105,15 +106,14 @@ void Epoch::announce_failure(const Status& why) {
   changed();
 }
 
-bool Epoch::failed(int rank, Status* why) const {
+bool Epoch::failed(int rank, Status* why, uint64_t* first_unfinished) const {
   const Failure& failure = of(rank).header().failure;
   if (failure.announced.load(std::memory_order_acquire) == 0) return false;
-  if (why != nullptr) {
-    why->code = static_cast<Code>(failure.code);
-    const size_t n = std::min<size_t>(failure.num_ranks, std::size(failure.ranks));
-    why->ranks.assign(failure.ranks, failure.ranks + n);
-    why->message.assign(failure.message, ::strnlen(failure.message, sizeof(failure.message)));
-  }
+  *first_unfinished = failure.first_unfinished;
+  why->code = static_cast<Code>(failure.code);
+  const size_t n = std::min<size_t>(failure.num_ranks, std::size(failure.ranks));
+  why->ranks.assign(failure.ranks, failure.ranks + n);
+  why->message.assign(failure.message, ::strnlen(failure.message, sizeof(failure.message)));
   return true;
 }
 

@@ -27,8 +27,8 @@ class Epoch : public Channel {
   }
   void announce(uint64_t seq, const Signature& signature) override;
   bool entered(int rank, uint64_t seq, Signature* signature) const override;
-  void announce_failure(const Status& why) override;
-  bool failed(int rank, Status* why) const override;
+  void announce_failure(const Status& why, uint64_t first_unfinished) override;
+  bool failed(int rank, Status* why, uint64_t* first_unfinished) const override;
 
   const Segment& mine() const { return mine_; }
   // Read-only for any rank but ours.

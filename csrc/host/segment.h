@@ -38,6 +38,7 @@ enum Ring : int { kContributions = 0, kResults = 1, kNumRings = 2 };
 struct Failure {
   std::atomic<uint32_t> announced;
   uint32_t code;
+  uint64_t first_unfinished;
   uint32_t num_ranks;
   int32_t ranks[64];
   char message[512];

@@ -135,7 +135,7 @@ TEST(Communicator, AnEngineThatCannotStartFailsTheGroup) {
   EXPECT_EQ(group[0].failure().code, Code::Internal);
   const Status learned = learn(&group[1]);
   EXPECT_EQ(learned.code, Code::Internal);
-  EXPECT_EQ(learned.message, "rank 0: no memory");
+  EXPECT_EQ(learned.message, "no memory (from rank 0)");
 }
 
 TEST(Communicator, AWaitThatTimesOutLeavesTheOpInFlight) {
@@ -158,7 +158,7 @@ TEST(Communicator, ADeadlineFailsTheGroupEverywhere) {
   EXPECT_LT(op->finished_at() - op->started_at(), milliseconds(1050));
   const Status learned = group[1].wait(other);
   EXPECT_EQ(learned.code, Code::Timeout);
-  EXPECT_EQ(learned.message, "rank 0: " + status.message);
+  EXPECT_EQ(learned.message, status.message + " (from rank 0)");
 }
 
 TEST(Communicator, ADeadlineHoldsWhileOtherOpsMove) {
@@ -226,7 +226,7 @@ TEST(Communicator, StaysFailedUntilRebuilt) {
   const auto op = group[0].submit({all_reduce()}, {});
   ASSERT_TRUE(op->done());
   EXPECT_EQ(op->status().message, "enough");
-  EXPECT_EQ(group[1].submit({all_reduce()}, blocking())->status().message, "rank 0: enough");
+  EXPECT_EQ(group[1].submit({all_reduce()}, blocking())->status().message, "enough (from rank 0)");
 
   for (int member : {0, 1}) EXPECT_TRUE(group.rebuild(member, 0x100000002, {0, 1}).ok());
   const auto fresh = group[0].submit({all_reduce()}, {});
@@ -256,7 +256,7 @@ TEST(Communicator, ARebuildEndsWhatIsInFlight) {
   const auto op = group[0].submit({all_reduce()}, {});
   EXPECT_TRUE(group.rebuild(0, 2, {0, 1}).ok());
   EXPECT_EQ(op->status().code, Code::Aborted);
-  EXPECT_EQ(learn(&group[1]).message, "rank 0: the group was rebuilt");
+  EXPECT_EQ(learn(&group[1]).message, "the group was rebuilt (from rank 0)");
 }
 
 TEST(Communicator, IsClosedBeforeTheFirstRebuild) {
@@ -274,7 +274,7 @@ TEST(Communicator, AnOpOutlivesItsCommunicator) {
   group.members[0].reset();
   ASSERT_TRUE(op->done());
   EXPECT_EQ(op->status().code, Code::Aborted);
-  EXPECT_EQ(learn(&group[1]).message, "rank 0: the group was destroyed");
+  EXPECT_EQ(learn(&group[1]).message, "the group was destroyed (from rank 0)");
 }
 
 TEST(Communicator, LeavingAnIdleGroupIsSilent) {

@@ -52,6 +52,30 @@ TEST(HostFaults, AbortOnOneRankEndsTheOpOnAll) {
   for (int r = 0; r < 4; ++r) EXPECT_EQ(group.rank(r).failure().code, Code::Aborted);
 }
 
+TEST(HostFaults, WhoComesAfterTheOthersGaveUpDoesNotSucceed) {
+  HostGroup group(3, milliseconds(100));
+  OpDesc barrier;
+  barrier.collective = Collective::Barrier;
+  group.run({0, 2}, [&](int, Communicator& c) {
+    EXPECT_EQ(submit(c, barrier)->status().code, Code::Timeout);
+  });
+  // All have entered it by now, whatever became of them.
+  EXPECT_EQ(submit(group.rank(1), barrier)->status().code, Code::Timeout);
+}
+
+TEST(HostFaults, WhatAllHaveEnteredSucceedsThoughOneAbortsNext) {
+  HostGroup group(4, seconds(60));
+  OpDesc barrier;
+  barrier.collective = Collective::Barrier;
+  for (int round = 1; round <= 200; ++round) {
+    group.run([&](int r, Communicator& c) {
+      EXPECT_TRUE(submit(c, barrier)->status().ok()) << "round " << round << ", rank " << r;
+      if (r == round % 4) c.abort({Code::Aborted, "enough"});
+    });
+    group.rebuild(1 + round, {0, 1, 2, 3});
+  }
+}
+
 TEST(HostFaults, AMemberThatNeverCallsIsNamedAtTheDeadline) {
   HostGroup group(3, milliseconds(200));
   group.run({0, 2}, [&](int, Communicator& c) {

@@ -94,16 +94,24 @@ TEST_F(WatchdogTest, NamesEveryDeadRankThatIsWaitedFor) {
 
 TEST_F(WatchdogTest, PassesOnWhatAMemberSaid) {
   world.kill(2);  // a consequence, and less telling
-  SimChannel(&world, board, 1).announce_failure(Status(Code::Aborted, "rank 1: enough", {1}));
-  const Verdict verdict = check();
+  SimChannel(&world, board, 1).announce_failure(Status(Code::Aborted, "rank 1: enough", {1}), 1);
+  EXPECT_TRUE(check().again);  // its last bytes may be on their way
+  const Verdict verdict = poll_and_check();
   EXPECT_EQ(verdict.status.code, Code::Aborted);
   EXPECT_EQ(verdict.status.message, "rank 1: enough");
   EXPECT_TRUE(verdict.learned);
 }
 
+TEST_F(WatchdogTest, KnowsWhichOpsAMemberHadFinished) {
+  SimChannel(&world, board, 1).announce_failure(Status(Code::Aborted, "enough"), 3);
+  EXPECT_TRUE(given_up(*engine.channel(), 2).ok());
+  EXPECT_EQ(given_up(*engine.channel(), 3).code, Code::Aborted);
+  EXPECT_EQ(given_up(*engine.channel(), 4).code, Code::Aborted);
+}
+
 TEST_F(WatchdogTest, HasNothingToSayOfAnIdleGroup) {
   world.kill(1);
-  SimChannel(&world, board, 2).announce_failure(Status(Code::Aborted, "rank 2: enough"));
+  SimChannel(&world, board, 2).announce_failure(Status(Code::Aborted, "rank 2: enough"), 1);
   EXPECT_TRUE(watchdog.check(engine, *engine.channel(), {}).status.ok());
 }
 

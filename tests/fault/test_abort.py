@@ -46,6 +46,19 @@ def one_abort_ends_all(me: Rank) -> None:
     assert raised - float(me.store("time").get("abort")) < 1
 
 
+def come_too_late(me: Rank) -> None:
+    """A barrier that the others have given up is none."""
+    if me.rank == 2:
+        me.store("done").wait(["given up"])
+    with pytest.raises(gd.CollectiveTimeout):
+        dist.barrier()
+    me.store("done").set("given up", "1")
+
+
+def test_come_too_late(tmp_path):
+    run(come_too_late, 3, tmp_path, timeout_s=0.5)
+
+
 def many_groups_in_any_order(me: Rank) -> None:
     """Case F1."""
     groups = [dist.new_group(list(range(me.size))) for _ in range(5)]

@@ -104,7 +104,8 @@ def _rebuild(pg: dist.ProcessGroup, backend: Any, timeout: timedelta, min_size: 
     deadline = time.monotonic() + timeout.total_seconds()
     store = C.BoundedStore(distributed_c10d._world.pg_map[pg][1], timeout + _GRACE)
     if backend.failure() is None:
-        backend.abort()
+        backend.abort_because(f"rank {backend.rank()} rebuilds the group")
+    began, rank, size = time.monotonic(), backend.rank(), backend.size()
     current = _Membership(backend.uuid(), backend.rank(), backend.members())
     base, later = _decided.get(pg, (current.uuid, current))
     if base == current.uuid:
@@ -129,6 +130,11 @@ def _rebuild(pg: dist.ProcessGroup, backend: Any, timeout: timedelta, min_size: 
                 raise
         else:
             remember_members(pg, current.handles)
+            _logger.info(
+                "rebuilt %s in %.1f ms: rank %d of %d, which was rank %d of %d",
+                *(pg.group_name, (time.monotonic() - began) * 1e3),
+                *(current.rank, current.size, rank, size),
+            )
             return
 
 
