@@ -70,10 +70,8 @@ void Backend::open(const StorePtr& store) {
 std::shared_ptr<Communicator> Backend::communicator() const {
   TORCH_CHECK(fork_count_ == fork_count(),
               "a gpumode group cannot be used in a forked child of the process that made it");
+  hold_if_exiting();
   std::lock_guard<std::mutex> lock(mutex_);
-  if (communicator_ == nullptr) {
-    hold_if_exiting();
-  }
   TORCH_CHECK(communicator_ != nullptr, "this gpumode group has been shut down");
   return communicator_;
 }

@@ -104,6 +104,7 @@ void Backend::shutdown() {
 }
 
 bool Backend::is_shut_down() const {
+  hold_if_exiting();
   std::lock_guard<std::mutex> lock(mutex_);
   return communicator_ == nullptr;
 }

@@ -8,9 +8,6 @@
 namespace gpumode {
 namespace {
 
-// How long the GIL stays free for those who have left: some of Python's switch intervals of 5 ms.
-constexpr auto kTimeForGil = std::chrono::milliseconds(20);
-
 struct Exit {
   std::mutex mutex;  // guards what follows
   std::condition_variable cv;
@@ -43,12 +40,7 @@ BlockingCall::~BlockingCall() {
 void hold_other_threads(std::chrono::milliseconds patience) {
   auto& exit = state();
   std::unique_lock<std::mutex> lock(exit.mutex);
-  if (exit.num_inside > 0) {
-    exit.cv.wait_for(lock, patience, [&] { return exit.num_inside == 0; });
-    lock.unlock();
-    std::this_thread::sleep_for(kTimeForGil);
-    lock.lock();
-  }
+  exit.cv.wait_for(lock, patience, [&] { return exit.num_inside == 0; });
   exit.exiting_thread = std::this_thread::get_id();
   exit.holding.store(true, std::memory_order_release);
 }

@@ -16,8 +16,8 @@ class BlockingCall {
 };
 
 // Called at exit, without the GIL, when nothing is in flight any more. Returns when all other
-// threads have left their blocking calls and had time to take the GIL, at most after `patience`;
-// from then on a thread that calls is held for ever, as Python 3.14 does.
+// threads have left their blocking calls, at most after `patience`; from then on a thread that
+// calls is held for ever, as Python 3.14 does.
 void hold_other_threads(std::chrono::milliseconds patience);
 void hold_if_exiting();
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import copy
+import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -26,9 +28,22 @@ _EXCEPTION_TYPES = {
 for _code, _type in _EXCEPTION_TYPES.items():
     C.set_exception_type(_code, _type)
 
-# A thread that completes futures must not ask for the GIL of an interpreter that is finalising, and
-# a process may exit without destroy_process_group.
-atexit.register(C.shutdown_all)
+# For those who have just left C++, to take the GIL: some of Python's switch intervals of 5 ms.
+_TIME_FOR_GIL_S = 0.02
+
+
+def _leave() -> None:
+    """Ends what is in flight and holds other threads off.
+
+    A process may exit without destroy_process_group, and a thread that asks a finalising
+    interpreter for the GIL from within C++ would abort it.
+    """
+    C.shutdown_all()
+    if threading.active_count() > 1:
+        time.sleep(_TIME_FOR_GIL_S)
+
+
+atexit.register(_leave)
 
 
 def create(dist_opts: Any, pg_options: Any) -> Any:
