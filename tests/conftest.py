@@ -10,8 +10,8 @@ from torch_gpumode import _autoload
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that tests/fault finds _ranks
 
-# torch's store client looks up the name of its peer. A resolver that does not answer, as behind some
-# firewalls, would stop it for 5 s.
+# torch's store client looks up the name of its peer. A resolver that does not answer, as behind
+# some firewalls, would stop it for 5 s.
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
 
 # Ranks are forked from this process, and OpenMP's threads do not survive a fork.
