@@ -199,6 +199,19 @@ def repeat(call: Callable[[], object], times: int = 1_000_000) -> None:
         call()
 
 
+def check_group(size: int, group: dist.ProcessGroup | None = None) -> None:
+    """Asserts that a group has this size and works."""
+    pg = group or dist.group.WORLD
+    assert (pg.size(), dist.get_world_size(pg)) == (size, size)
+    assert pg.rank() == dist.get_rank(pg)
+    tensor = torch.ones(5)
+    dist.all_reduce(tensor, group=pg)
+    assert tensor.tolist() == [float(size)] * 5
+    gathered = [torch.empty(1) for _ in range(size)]
+    dist.all_gather(gathered, torch.tensor([float(dist.get_rank(pg))]), group=pg)
+    assert [t.item() for t in gathered] == list(range(size))
+
+
 def _connect(port: int) -> dist.Store:
     return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
 

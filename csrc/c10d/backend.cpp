@@ -1,6 +1,7 @@
 #include "c10d/backend.h"
 
 #include <algorithm>
+#include <optional>
 #include <set>
 #include <utility>
 
@@ -121,13 +122,11 @@ std::shared_ptr<Op> Backend::submit(Communicator& communicator, Call call) {
   options.timeout = timeout_of(call, communicator);
   options.keepalive = std::make_shared<Keepalive>(call);
   options.blocking = !call.async_op;
-  std::shared_ptr<Op> op;
+  std::optional<BlockingCall> blocking;
   if (options.blocking) {
-    const BlockingCall blocking;
-    op = communicator.submit(std::move(call.parts), std::move(options));
-  } else {
-    op = communicator.submit(std::move(call.parts), std::move(options));
+    blocking.emplace();
   }
+  auto op = communicator.submit(std::move(call.parts), std::move(options));
   note_ephemeral(op);
   return op;
 }
