@@ -155,6 +155,13 @@ def frozen_store(me: Rank) -> None:
     with pytest.raises(gd.CollectiveTimeout, match="the store did not answer in time"):
         gd.rebuild(timeout=timedelta(seconds=1))
     assert time.monotonic() - began < 2
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    options = backend.options
+    options._timeout = timedelta(seconds=1)
+    began = time.monotonic()
+    with pytest.raises(dist.DistStoreError, match="could not open its group"):
+        type(backend)(me.store("another"), me.rank, me.size, options)
+    assert time.monotonic() - began < 3
     if me.rank == 0:
         time.sleep(1)  # until rank 1 has given up, too
         os.kill(me.store_pid, signal.SIGCONT)
