@@ -7,13 +7,17 @@ from torch_gpumode import config
 
 def test_nothing_set_means_nothing_chosen():
     assert config.load({"HOME": "/", "TORCH_LOGS": "+dynamo"}) == config.Config()
-    assert config.Config(cuda=None, spin_us=None) == config.Config()
+    assert config.Config(cuda=None, flight_record=None, spin_us=None) == config.Config()
 
 
 def test_reads_every_variable():
-    environ = {"TORCH_GPUMODE_CUDA": "0", "TORCH_GPUMODE_SPIN_US": "150"}
+    environ = {
+        "TORCH_GPUMODE_CUDA": "0",
+        "TORCH_GPUMODE_FLIGHT_RECORD": "20",
+        "TORCH_GPUMODE_SPIN_US": "150",
+    }
     assert len(environ) == len(dataclasses.fields(config.Config)) <= 10
-    assert config.load(environ) == config.Config(cuda=False, spin_us=150)
+    assert config.load(environ) == config.Config(cuda=False, flight_record=20, spin_us=150)
 
 
 @pytest.mark.parametrize(
@@ -21,6 +25,8 @@ def test_reads_every_variable():
     [
         ("TORCH_GPUMODE_CUDA", "yes"),
         ("TORCH_GPUMODE_CUDA", ""),
+        ("TORCH_GPUMODE_FLIGHT_RECORD", "-1"),
+        ("TORCH_GPUMODE_FLIGHT_RECORD", "1000001"),
         ("TORCH_GPUMODE_SPIN_US", "-1"),
         ("TORCH_GPUMODE_SPIN_US", "1.5"),
         ("TORCH_GPUMODE_SPIN_US", "²"),

@@ -23,6 +23,12 @@ def _microseconds(text: str) -> int:
     return int(text)
 
 
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) > 1_000_000:
+        raise ValueError("must be a whole number, 0 to 1000000")
+    return int(text)
+
+
 def _setting(parse: Callable[[str], Any]) -> Any:
     return field(default=None, metadata={"parse": parse})
 
@@ -37,6 +43,10 @@ class Config:
     cuda: bool | None = _setting(_flag)
     """When building only: compile the .cu files (1, and fail if that is impossible) or not (0).
     Default: compile them if torch has CUDA and nvcc is there."""
+
+    flight_record: int | None = _setting(_count)
+    """How many of its last ops each group remembers, and writes to a file when it fails; 0 does
+    neither. Default: 1000."""
 
     spin_us: int | None = _setting(_microseconds)
     """How long a waiting rank polls before it sleeps, in microseconds. Polling longer shortens

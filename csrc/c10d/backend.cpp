@@ -15,10 +15,8 @@
 namespace gpumode {
 namespace {
 
-// How long the end of the process waits for what runs in other threads.
-constexpr auto kPatience = std::chrono::seconds(2);
-
 std::mutex live_mutex;
+std::atomic<uint64_t> num_backends{0};
 
 std::set<Backend*>& live_backends() {
   static auto* backends = new std::set<Backend*>();  // used during exit
@@ -32,8 +30,11 @@ Backend::Backend(StorePtr store, int rank, int size, c10::intrusive_ptr<BackendO
       options_(std::move(options)),
       hooks_(std::make_shared<Hooks>()),
       fork_count_(fork_count()),
+      id_(num_backends++),
+      recorder_(options_->flight_record),
       current_rank_(rank),
-      current_size_(size) {
+      current_size_(size),
+      global_ranks_(options_->global_ranks_in_group) {
   TORCH_CHECK_VALUE(size > 0, "size: expected a positive number of ranks, got ", size);
   TORCH_CHECK_VALUE(rank >= 0 && rank < size, "rank: expected a rank in [0, ", size, "), got ",
                     rank);
@@ -41,6 +42,12 @@ Backend::Backend(StorePtr store, int rank, int size, c10::intrusive_ptr<BackendO
                     options_->timeout.count(), " ms");
   Communicator::Options communicator_options;
   communicator_options.timeout = to_duration(options_->timeout);
+  communicator_options.on_failure = [records = recorder_.enabled()](const Status& why) {
+    // Of a death there is nothing to find out, and the survivors are in a hurry.
+    if (records && why.code != Code::PeerLost) {
+      dump_flight_records_soon(&flight_records);
+    }
+  };
   communicator_ =
       std::make_shared<Communicator>(choose_engine(rank, options_->spin), communicator_options);
   if (!options_->enable_reconfigure) {
@@ -51,11 +58,9 @@ Backend::Backend(StorePtr store, int rank, int size, c10::intrusive_ptr<BackendO
 }
 
 Backend::~Backend() {
-  {
-    std::lock_guard<std::mutex> lock(live_mutex);
-    live_backends().erase(this);
-  }
   shutdown();
+  std::lock_guard<std::mutex> lock(live_mutex);
+  live_backends().erase(this);
 }
 
 void Backend::open(const StorePtr& store) {
@@ -111,17 +116,22 @@ Backend::WorkPtr Backend::run(Call call) {
       return work;
     }
   }
-  auto op = submit(*communicator, std::move(call));
+  Descriptions descriptions{describe(call)};
+  auto op = submit_profiled(*communicator, std::move(call), std::move(descriptions));
   call_hooks(op, type);
   work->start(communicator, std::move(op));
   return work;
 }
 
-std::shared_ptr<Op> Backend::submit(Communicator& communicator, Call call) {
+std::shared_ptr<Op> Backend::submit(Communicator& communicator, Call call,
+                                    Descriptions descriptions) {
   SubmitOptions options;
   options.timeout = timeout_of(call, communicator);
   options.keepalive = std::make_shared<Keepalive>(call);
   options.blocking = !call.async_op;
+  options.on_start = [&](const std::shared_ptr<Op>& op) {
+    recorder_.record(op, current_rank_, std::move(descriptions));
+  };
   std::optional<BlockingCall> blocking;
   if (options.blocking) {
     blocking.emplace();
@@ -202,6 +212,10 @@ Backend::WorkPtr Backend::endCoalescing() {
   if (ended.calls.empty()) {
     return nullptr;
   }
+  Descriptions descriptions;
+  for (const auto& call : ended.calls) {
+    descriptions.push_back(describe(call));
+  }
   auto call = coalesce(std::move(ended.calls), ::c10d::OpType::COALESCED, "gpumode:coalesced");
   const bool p2p = is_p2p(call.parts[0].collective);
   for (const auto& part : call.parts) {
@@ -211,7 +225,7 @@ Backend::WorkPtr Backend::endCoalescing() {
   auto work =
       c10::make_intrusive<Work>(current_rank_, call.type, call.title, call.inputs, call.outputs);
   const auto communicator = this->communicator();
-  auto op = submit(*communicator, std::move(call));
+  auto op = submit_profiled(*communicator, std::move(call), std::move(descriptions));
   call_hooks(op, ::c10d::OpType::COALESCED);
   for (const auto& part : ended.works) {
     part->start(communicator, op);
@@ -220,13 +234,23 @@ Backend::WorkPtr Backend::endCoalescing() {
   return work;
 }
 
+std::vector<GroupFlightRecord> flight_records() {
+  std::lock_guard<std::mutex> lock(live_mutex);
+  std::vector<GroupFlightRecord> records;
+  for (const auto* backend : live_backends()) {
+    records.push_back(backend->flight_record());
+  }
+  return records;
+}
+
 void shutdown_all() {
   {
     std::lock_guard<std::mutex> lock(live_mutex);
     for (auto* backend : live_backends()) {
-      backend->shutdown();
+      backend->leave();
     }
   }
+  wait_for_flight_dumps(kPatience);
   stop_future_thread(kPatience);
   hold_other_threads(kPatience);
 }

@@ -11,6 +11,8 @@
 #include <thread>
 #include <vector>
 
+#include "c10d/flight_dump.h"
+#include "c10d/flight_recorder.h"
 #include "c10d/options.h"
 #include "c10d/work.h"
 #include "core/communicator.h"
@@ -25,6 +27,7 @@ namespace gpumode {
 //   backend_gather_scatter.cpp  all_gather, reduce_scatter, gather, scatter
 //   backend_p2p.cpp             send, recv, recvAnysource
 //   backend_lifecycle.cpp       timeouts, abort, shutdown, split, reconfigure, hooks
+//   backend_records.cpp         what is remembered of an op: flight record, profiler
 class Backend : public ::c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
@@ -118,12 +121,18 @@ class Backend : public ::c10d::Backend {
   void abort() override;
   void abort(const std::string& why);
   void shutdown() override;
+  void leave();  // shutdown, but for the wait until a failure is on record
   // The parent's weak reference keeps a child from being destroyed when its last owner goes.
   void release_resources() override { shutdown(); }
   void enableCollectivesTiming() override {}  // every work knows its duration
   void registerOnCompletionHook(
       std::function<void(std::shared_ptr<::c10d::WorkInfo>)>&& hook) override;
   void waitForPendingWorks() override;
+
+  uint64_t id() const { return id_; }  // within the process
+  GroupFlightRecord flight_record() const;
+  // A rebuild changes them, and only Python knows how: a global rank is one in the default group.
+  void set_global_ranks(std::vector<uint64_t> ranks);
 
   bool supportsSplitting() const override { return true; }
   c10::intrusive_ptr<::c10d::Backend> split(const StorePtr& store, const std::vector<int>& ranks,
@@ -158,6 +167,7 @@ class Backend : public ::c10d::Backend {
     std::chrono::milliseconds timeout = ::c10d::kUnsetTimeout;
     bool async_op = true;
   };
+  using Descriptions = c10::SmallVector<CallDescription, 1>;
   struct Coalescing {
     std::vector<Call> calls;
     std::vector<c10::intrusive_ptr<Work>> works;
@@ -179,7 +189,10 @@ class Backend : public ::c10d::Backend {
   Status join(const Membership& membership, int rank, Duration timeout);
 
   WorkPtr run(Call call);
-  std::shared_ptr<Op> submit(Communicator& communicator, Call call);
+  std::shared_ptr<Op> submit(Communicator& communicator, Call call, Descriptions descriptions);
+  std::shared_ptr<Op> submit_profiled(Communicator& communicator, Call call,
+                                      Descriptions descriptions);
+  static CallDescription describe(const Call& call);
   Duration timeout_of(const Call& call, const Communicator& communicator) const;
   void note_ephemeral(const std::shared_ptr<Op>& op);
   void call_hooks(const std::shared_ptr<Op>& op, ::c10d::OpType type);
@@ -206,6 +219,8 @@ class Backend : public ::c10d::Backend {
   const c10::intrusive_ptr<BackendOptions> options_;
   const std::shared_ptr<Hooks> hooks_;
   const int fork_count_;
+  const uint64_t id_;
+  FlightRecorder recorder_;
   std::atomic<int> current_rank_, current_size_;
   std::atomic<int64_t> current_uuid_{-1};
 
@@ -214,11 +229,18 @@ class Backend : public ::c10d::Backend {
   std::map<std::thread::id, Coalescing> coalescing_;
   std::vector<EphemeralTimeout> ephemeral_timeouts_;
   std::vector<std::string> members_;
+  std::vector<uint64_t> global_ranks_;
   std::atomic<int> num_coalescing_{0}, num_ephemeral_{0};  // also read without the lock
 
   std::mutex children_mutex_;                                         // held while a child opens
   std::map<std::string, c10::weak_intrusive_ptr<Backend>> children_;  // made by split, by name
 };
+
+// Of every group of this process that is open.
+std::vector<GroupFlightRecord> flight_records();
+
+// How long the end of a group or of the process waits for what runs in other threads.
+constexpr std::chrono::milliseconds kPatience{2000};
 
 // Shuts down every backend of this process and ends the thread that completes futures; at exit.
 void shutdown_all();

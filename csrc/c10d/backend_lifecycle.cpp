@@ -89,6 +89,11 @@ void Backend::abort(const std::string& why) {
 }
 
 void Backend::shutdown() {
+  leave();
+  wait_for_flight_dumps(kPatience);  // of this group's failure, perhaps
+}
+
+void Backend::leave() {
   std::shared_ptr<Communicator> communicator;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -170,7 +175,8 @@ c10::intrusive_ptr<::c10d::Backend> Backend::split(const StorePtr& store,
   if (auto alive = child.lock(); alive != nullptr && !alive->is_shut_down()) {
     return alive;
   }
-  auto options = c10::make_intrusive<BackendOptions>(opts->timeout);
+  auto options = options_->copy();
+  options->timeout = opts->timeout;
   options->group_name = opts->group_name;
   options->group_desc = opts->group_desc;
   options->global_ranks_in_group = opts->global_ranks_in_group;

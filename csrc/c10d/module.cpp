@@ -9,6 +9,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/control_plane/Handlers.hpp>
 
 #include "c10d/backend.h"
 #include "c10d/bounded_store.h"
@@ -37,7 +38,8 @@ void bind_options(py::module_& m) {
       .def_readwrite("enable_reconfigure", &BackendOptions::enable_reconfigure)
 #endif
       .def_readwrite("group_desc", &BackendOptions::group_desc)
-      .def_readwrite("spin", &BackendOptions::spin);
+      .def_readwrite("spin", &BackendOptions::spin)
+      .def_readwrite("flight_record", &BackendOptions::flight_record);
 }
 
 // (code, message, ranks), or None while the group works.
@@ -70,6 +72,8 @@ void bind_backend(py::module_& m) {
           "abort_because", [](Backend& self, const std::string& why) { self.abort(why); },
           py::arg("why"), NoGil())
       .def("dead_ranks", &Backend::dead_ranks, NoGil())
+      .def("id", &Backend::id)
+      .def("set_global_ranks", &Backend::set_global_ranks, py::arg("ranks"))
       .def("handle", &Backend::reconfigure_handle)
       .def(
           "rebuild",
@@ -78,6 +82,24 @@ void bind_backend(py::module_& m) {
           py::arg("uuid"), py::arg("handles"), py::arg("timeout"), NoGil())
       // torch calls it on ranks that a split leaves out: nothing is shared between siblings here.
       .def("perform_nocolor_split", [](Backend&, const at::Device&) {}, py::arg("device"));
+}
+
+// torch's registry of handlers outlives Python, so it gets names instead of a function.
+void serve(const std::string& endpoint, const std::string& module, const std::string& function) {
+  namespace control_plane = ::c10d::control_plane;
+  control_plane::registerHandler(endpoint, [module, function](const control_plane::Request& request,
+                                                              control_plane::Response& response) {
+    const py::gil_scoped_acquire gil;
+    try {
+      const auto answer = py::module_::import(module.c_str()).attr(function.c_str());
+      response.setContent(answer(request.getParam("count")).cast<std::string>(),
+                          "application/json");
+      response.setStatus(200);
+    } catch (const py::error_already_set& error) {
+      response.setContent(error.what(), "text/plain");
+      response.setStatus(500);
+    }
+  });
 }
 
 void bind_store(py::module_& m) {
@@ -148,6 +170,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("dst"), py::arg("src"), py::arg("nbytes"), py::arg("num_sms"), py::arg("stream"),
       NoGil(), "Copies bytes between addresses that the current CUDA device can access.");
 #endif
+  m.def(
+      "flight_record",
+      [] {
+        std::string pickled;
+        {
+          py::gil_scoped_release release;
+          pickled = pickle_flight_records(flight_records(), Vocabulary::Ours);
+        }
+        return py::bytes(pickled);
+      },
+      "The flight record of all groups of this process, pickled.");
+  m.def("serve", &serve, py::arg("endpoint"), py::arg("module"), py::arg("function"),
+        "Lets torch's worker server answer requests to an endpoint with function(count) of a "
+        "module, text of JSON.");
   m.def("reachable", &reachable, py::arg("handle"), NoGil(),
         "Whether the member behind a handle may still come: false only if it is gone for good.");
   m.def("shutdown_all", &shutdown_all, NoGil(),

@@ -25,6 +25,8 @@ struct BackendOptions : ::c10d::Backend::Options {
 
   // How long a rank that waits polls before it sleeps; negative: the data plane decides.
   std::chrono::microseconds spin{-1};
+  // How many of the last ops are remembered.
+  size_t flight_record = 1000;
 
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   c10::intrusive_ptr<Options> clone() const override { return copy(); }

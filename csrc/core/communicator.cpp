@@ -16,10 +16,13 @@ void Op::on_done(std::function<void()> callback) {
   callback();
 }
 
-void Op::finish(const Status& status, int source_rank, TimePoint now) {
+void Op::finish(const Status& status, TimePoint now, const Completion* completion) {
   std::lock_guard<std::mutex> lock(mutex_);
   status_ = status;
-  source_rank_ = source_rank;
+  if (completion != nullptr) {
+    source_rank_ = completion->source_rank;
+    straggler_ = completion->straggler;
+  }
   finished_at_ = now;
   done_.store(true, std::memory_order_release);
 }
@@ -50,6 +53,7 @@ Status Communicator::Impl::start(const std::shared_ptr<Op>& op, std::vector<OpDe
     op->tag_ = Tag{epoch, 0, ++counter | (p2p ? Tag::kPointToPoint : 0)};
     in_flight.push_back(op);
   }
+  if (options->on_start) options->on_start(op);
   Status status = engine->start(op->tag_, std::move(parts), options->lane);
   if (!status.ok()) {
     std::lock_guard<std::mutex> lock(mutex);
@@ -64,7 +68,7 @@ std::shared_ptr<Op> Communicator::submit(std::vector<OpDesc> parts, SubmitOption
   auto op = std::make_shared<Op>();
   const Status status = impl_->start(op, std::move(parts), &options);
   if (!status.ok()) {
-    op->finish(status, -1, op->started_at_);
+    op->finish(status, op->started_at_);
     op->release();
     impl_->settle();
     return op;
@@ -141,13 +145,16 @@ Status Communicator::Impl::rebuild(const Membership& membership, int rank, Durat
 // ------------------------------------------------------------------------------------- the surface
 
 Communicator::Communicator(std::unique_ptr<Engine> engine, Options options)
-    : impl_(std::make_unique<Impl>(std::move(engine), options)) {}
+    : impl_(std::make_unique<Impl>(std::move(engine), std::move(options))) {}
 
 Communicator::~Communicator() {
   const Status destroyed(Code::Aborted, "the group was destroyed");
   {
     std::lock_guard<std::mutex> lock(impl_->mutex);
-    if (!impl_->in_flight.empty()) impl_->close(destroyed, false);
+    if (!impl_->in_flight.empty()) {
+      impl_->destroyed = impl_->failure.ok();
+      impl_->close(destroyed, false);
+    }
     impl_->stopping = true;
   }
   impl_->settle();

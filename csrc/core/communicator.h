@@ -24,6 +24,7 @@ class Op {
   // Valid once done.
   const Status& status() const { return status_; }
   int source_rank() const { return source_rank_; }
+  const Straggler& straggler() const { return straggler_; }
   TimePoint started_at() const { return started_at_; }
   TimePoint finished_at() const { return finished_at_; }
   Duration timeout() const { return timeout_; }
@@ -35,7 +36,7 @@ class Op {
 
  private:
   friend class Communicator;
-  void finish(const Status& status, int source_rank, TimePoint now);
+  void finish(const Status& status, TimePoint now, const Completion* completion = nullptr);
   void release();  // once finished: runs the callbacks and lets go of the buffers
 
   Tag tag_;
@@ -46,6 +47,7 @@ class Op {
   std::vector<std::function<void()>> callbacks_;
   Status status_;
   int source_rank_ = -1;
+  Straggler straggler_;
   std::mutex mutex_;  // guards the callbacks against done_
   std::atomic<bool> done_{false};
 };
@@ -56,6 +58,9 @@ struct SubmitOptions {
   std::shared_ptr<void> keepalive;  // owns the buffers; released when the op is done
   // The caller will wait at once: run the op on this thread instead of waking the worker.
   bool blocking = false;
+  // Called with the op once it has its tag, before anything can end it; not with a refused one. In
+  // the order of the tags. It must not wait, nor call the communicator.
+  std::function<void(const std::shared_ptr<Op>&)> on_start;
 };
 
 // The control plane of one group on one engine: order, deadlines, failure, completion.
@@ -68,6 +73,9 @@ class Communicator {
   struct Options {
     Duration timeout = std::chrono::minutes(30);
     bool worker = true;  // false: only drive() and wait() make progress (simulations)
+    // Called for each failure of the group but its destruction, when all that was in flight has
+    // ended; without a lock of ours. It must not wait, nor call the communicator.
+    std::function<void(const Status&)> on_failure;
   };
 
   Communicator(std::unique_ptr<Engine> engine, Options options);

@@ -146,7 +146,7 @@ bool Communicator::Impl::retire(TimePoint time) {
         close(status, learned);  // before anybody sees that the op failed
         ok = false;
       }
-      (*found)->finish(status, completion.source_rank, time);
+      (*found)->finish(status, time, &completion);
       retired.push_back(std::move(*found));
       in_flight.erase(found);
     }
@@ -190,8 +190,10 @@ void Communicator::Impl::close(const Status& why, bool learned) {
 void Communicator::Impl::teardown() {
   Status why, said;
   uint64_t first;
+  bool is_end;
   {
     std::lock_guard<std::mutex> lock(mutex);
+    is_end = destroyed;
     first = std::min(first_unfinished, num_collectives + 1);
     for (const auto& op : in_flight) {
       if (!op->tag_.p2p()) first = std::min(first, op->tag_.seq);
@@ -208,11 +210,12 @@ void Communicator::Impl::teardown() {
     engine->abort();
     std::lock_guard<std::mutex> lock(mutex);
     ended.swap(in_flight);
-    for (const auto& op : ended) op->finish(why, -1, channel->now());
+    for (const auto& op : ended) op->finish(why, channel->now());
     tearing_down = false;
     changed.notify_all();
   }
   for (const auto& op : ended) op->release();
+  if (on_failure && !is_end) on_failure(why);
 }
 
 // Returns when no teardown is pending. A callback, which runs on the driver, leaves it to the

@@ -38,7 +38,10 @@ struct Communicator::Impl {
   using Lock = std::unique_lock<std::mutex>;
 
   Impl(std::unique_ptr<Engine> engine, Options options)
-      : engine(std::move(engine)), use_worker(options.worker), timeout(options.timeout) {}
+      : engine(std::move(engine)),
+        use_worker(options.worker),
+        on_failure(std::move(options.on_failure)),
+        timeout(options.timeout) {}
 
   Status start(const std::shared_ptr<Op>& op, std::vector<OpDesc> parts, SubmitOptions* options);
   void start_worker();
@@ -66,6 +69,7 @@ struct Communicator::Impl {
 
   const std::unique_ptr<Engine> engine;
   const bool use_worker;
+  const std::function<void(const Status&)> on_failure;
 
   std::mutex gate;  // held while an op gets its number and is started: starts are in this order
 
@@ -89,7 +93,7 @@ struct Communicator::Impl {
   bool driven = false;
   std::thread::id driver;
   int num_sleepers = 0;
-  bool stopping = false;
+  bool stopping = false, destroyed = false;  // the latter: that is the failure
   std::thread worker;
 
   // The driver's own.

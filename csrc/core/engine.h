@@ -15,10 +15,18 @@ struct Lane {
   void* stream = nullptr;
 };
 
+// Whom the others waited for: the member that entered a collective last, and how long after the
+// last but one. Of a coalesced op the part counts that waited longest.
+struct Straggler {
+  int rank = -1;  // nobody, or not known
+  Duration waited{};
+};
+
 struct Completion {
   Tag tag;
   Status status;
-  int source_rank = -1;  // of a receive
+  int source_rank = -1;   // of a receive
+  Straggler straggler{};  // of a collective
 };
 
 // The members of one epoch, in rank order, as the handles that Engine::handle gave them.

@@ -26,7 +26,7 @@ bool Exchange::step() {
   if (!reading_) {
     const bool moved = meeting_.look();
     if (!meeting_.status().ok()) {
-      finish(meeting_.status());
+      finish(meeting_.status(), meeting_.straggler());
       return true;
     }
     if (!meeting_.complete()) return moved;
@@ -36,7 +36,7 @@ bool Exchange::step() {
   moved |= publish_round();
   if (published_ == rounds_to_publish_ && reading_done()) {
     meeting_.leave(&rounds_);
-    finish();
+    finish({}, meeting_.straggler());
     return true;
   }
   return moved;

@@ -43,6 +43,7 @@ class HostEngine : public Engine {
     Signature signature;
     std::vector<OpDesc> parts;
     size_t next_part = 0;
+    Straggler straggler{};
   };
   struct Transfers {  // one op: its parts run beside each other
     size_t num_open = 0;
@@ -148,10 +149,11 @@ bool HostEngine::poll_collectives(std::vector<Completion>* finished) {
       moved = true;
       if (!task_->done()) return true;
       status = task_->status();
+      if (task_->straggler().waited >= op.straggler.waited) op.straggler = task_->straggler();
       task_.reset();
       if (status.ok() && op.next_part < op.parts.size()) continue;
     }
-    finished->push_back({op.tag, std::move(status)});
+    finished->push_back({op.tag, std::move(status), -1, op.straggler});
     collectives_.pop_front();
     moved = true;
   }
@@ -169,7 +171,8 @@ bool HostEngine::poll_transfers(std::vector<Completion>* finished) {
     Transfers& transfers = it->second;
     if (transfer.source >= 0) transfers.source = transfer.source;
     if (--transfers.num_open > 0 && transfer.status.ok()) continue;
-    finished->push_back({{tag_epoch_, 0, it->first}, std::move(transfer.status), transfers.source});
+    finished->push_back(
+        {{tag_epoch_, 0, it->first}, std::move(transfer.status), transfers.source, {}});
     transfers_.erase(it);
   }
   finished_transfers_.clear();

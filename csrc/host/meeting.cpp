@@ -1,3 +1,6 @@
+#include <algorithm>
+#include <limits>
+
 #include "host/task.h"
 
 namespace gpumode::host {
@@ -15,8 +18,9 @@ void Meeting::enter(bool direct, uint64_t contribution_rounds, uint64_t result_r
   Entry& entry = epoch_.mine().entry(id_.step);
   entry.signature = signature_;
   entry.direct = direct;
-  entry.rounds[kContributions] = contribution_rounds;
-  entry.rounds[kResults] = result_rounds;
+  entry.rounds[kContributions] = static_cast<uint32_t>(contribution_rounds);
+  entry.rounds[kResults] = static_cast<uint32_t>(result_rounds);
+  entry.entered_at = Clock::now().time_since_epoch().count();
   entry.step.store(id_.step, std::memory_order_seq_cst);
   entered_ = true;
   // Nobody can go on before the last member has entered, so only the last one wakes the others. Of
@@ -97,6 +101,24 @@ std::vector<int> Meeting::missing() const {
     if (!met_[q]) ranks.push_back(q);
   }
   return ranks;
+}
+
+Straggler Meeting::straggler() const {
+  constexpr int64_t never = std::numeric_limits<int64_t>::min();
+  int64_t last = never, last_but_one = never;
+  Straggler straggler;
+  for (int q = 0; q < epoch_.size(); ++q) {
+    if (!met_[q]) continue;
+    const int64_t time = epoch_.of(q).entry(id_.step).entered_at;
+    last_but_one = std::max(last_but_one, std::min(time, last));
+    if (time > last) {
+      last = time;
+      straggler.rank = q;
+    }
+  }
+  if (last_but_one == never) return {};
+  straggler.waited = Duration(last - last_but_one);
+  return straggler;
 }
 
 void Meeting::leave(Rounds* rounds) {

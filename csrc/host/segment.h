@@ -62,12 +62,13 @@ struct Header {
 struct Entry {
   alignas(kCacheLine) std::atomic<uint64_t> step;  // 0: none yet
   Signature signature;
-  uint32_t direct;  // whether the payload is in the entry
-  uint32_t reserved;
-  uint64_t rounds[kNumRings];  // that this member will publish in this step
+  uint32_t direct;             // whether the payload is in the entry
+  uint32_t rounds[kNumRings];  // that this member will publish in this step
+  int64_t entered_at;          // of Clock, which all processes of a host share
   // The one length of everything that this member sends and expects, or kUneven.
   uint64_t uniform_length;
 };
+static_assert(offsetof(Entry, uniform_length) == kCacheLine, "an even step reads one cache line");
 
 constexpr uint64_t kUneven = ~uint64_t{0};
 

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/engine.h"
 #include "core/op.h"
 #include "core/signature.h"
 #include "core/status.h"
@@ -45,16 +46,19 @@ class Task {
   bool done() const { return done_; }
   // Mismatch ends a task early.
   const Status& status() const { return status_; }
+  const Straggler& straggler() const { return straggler_; }
   virtual std::vector<int> waiting_for() const = 0;
 
  protected:
-  void finish(Status status = {}) {
+  void finish(Status status, const Straggler& straggler) {
     status_ = std::move(status);
+    straggler_ = straggler;
     done_ = true;
   }
 
  private:
   Status status_;
+  Straggler straggler_;
   bool done_ = false;
 };
 
@@ -78,6 +82,8 @@ class Meeting {
   bool complete() const { return num_missing_ == 0; }
   const Status& status() const { return status_; }
   std::vector<int> missing() const;
+  // Of those that have entered so far.
+  Straggler straggler() const;
 
   // Leaves the op: counts everybody's rounds, and tells publishers that we need theirs no more.
   void leave(Rounds* rounds);

@@ -42,7 +42,7 @@ bool TwoPhase::step() {
   if (!meeting_.complete()) {
     const bool moved = meeting_.look();
     if (!meeting_.status().ok()) {
-      finish(meeting_.status());
+      finish(meeting_.status(), meeting_.straggler());
       return true;
     }
     if (!meeting_.complete()) return moved;
@@ -55,7 +55,7 @@ bool TwoPhase::step() {
       std::all_of(collected_.begin(), collected_.end(),
                   [this](uint64_t n) { return n == num_rounds_; })) {
     meeting_.leave(&rounds_);
-    finish();
+    finish({}, meeting_.straggler());
     return true;
   }
   return moved;

@@ -6,6 +6,7 @@ except torch.distributed.DistBackendError:
     torch_gpumode.distributed.rebuild()  # the survivors agree who is left, and go on
 """
 
+from torch_gpumode.distributed._flight_record import Straggler, flight_record, stragglers
 from torch_gpumode.distributed._groups import (
     abort,
     get_reconfigure_handle,
@@ -26,10 +27,13 @@ __all__ = [
     "CollectiveMismatch",
     "CollectiveTimeout",
     "PeerLost",
+    "Straggler",
     "WorldTooSmall",
     "abort",
+    "flight_record",
     "get_reconfigure_handle",
     "rebuild",
     "reconfigure",
     "set_as_default",
+    "stragglers",
 ]

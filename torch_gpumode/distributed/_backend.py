@@ -70,9 +70,11 @@ def create(dist_opts: Any, pg_options: Any) -> Any:
         raise ValueError(
             f"pg_options: expected torch_gpumode._C.Options or None, got {type(pg_options)}"
         )
-    spin_us = config.load().spin_us
-    if spin_us is not None:
-        options.spin = timedelta(microseconds=spin_us)
+    settings = config.load()
+    if settings.spin_us is not None:
+        options.spin = timedelta(microseconds=settings.spin_us)
+    if settings.flight_record is not None:
+        options.flight_record = settings.flight_record
     options._timeout = dist_opts.timeout
     options.group_name = dist_opts.group_id
     options.global_ranks_in_group = dist_opts.global_ranks_in_group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from datetime import timedelta
@@ -136,6 +136,7 @@ def remember_members(
     if pg is not distributed_c10d._get_default_group():
         ranks = {each: rank for rank, each in enumerate(global_ranks) if each >= 0}
         tables[pg] = _RankTable(ranks, handles)
+        _tell_backends([pg])
         return
     renumbered = {old: new for new, old in enumerate(global_ranks) if old >= 0}
     changed: dict[Any, dict[int, int]] = {}
@@ -146,6 +147,18 @@ def remember_members(
         )
     changed[pg] = _RankTable({rank: rank for rank in range(len(handles))}, handles)
     tables.update(changed)  # at once: an exception from a signal handler may come anywhere
+    _tell_backends(each for each in changed if isinstance(each, dist.ProcessGroup))
+
+
+def _tell_backends(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Tells backends the global ranks of their members, for the flight record."""
+    for pg in groups:
+        rank_to_global = {
+            rank: each for each, rank in distributed_c10d._world.pg_group_ranks[pg].items()
+        }
+        for backend in _backends(pg):
+            if sorted(rank_to_global) == list(range(backend.size())):  # else not rebuilt yet
+                backend.set_global_ranks([rank_to_global[rank] for rank in sorted(rank_to_global)])
 
 
 def set_as_default(device: str) -> None:
