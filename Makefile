@@ -1,6 +1,7 @@
 # make            builds torch_gpumode and installs it, editable
 # make demo       trains a small GPT on 4 CPU ranks, kills one, and goes on
 # make test       everything that CI runs
+# make contract   all that people compose on torch.distributed, also what takes too long for CI
 # make wheel      a CUDA wheel for sm_90a in dist/, on any machine with nvcc: PYTHON=, TORCH=
 # make lint       ruff, mypy, clang-format, clang-tidy        make format     applies the formatters
 # make clean      removes what was built
@@ -43,7 +44,7 @@ sources := $(shell find csrc -name "*.cpp" -o -name "*.cu" -o -name "*.h")
 cxx_files := $(sources) $(wildcard tests/cpp/*.cpp tests/cpp/*.h)
 
 .PHONY: install demo test lint format wheel clean environment
-.PHONY: test-cpp test-cuda test-python test-wheel
+.PHONY: test-cpp test-cuda test-python test-wheel contract
 
 install: $(stamps)/built
 
@@ -111,6 +112,11 @@ test-cuda:
 
 test-python: $(stamps)/test $(stamps)/demo
 	$(PY) -m pytest
+
+# Every world size of torch's own tests, every schedule, inductor: a quarter of an hour.
+contract: $(stamps)/test
+	$(PY) -m pytest -m "long or not long" tests/contract tests/composition \
+	  tests/test_torch_distributed.py
 
 # The wheel's environment is outside the checkout, so that a new checkout finds it.
 wheel_venv := $(CACHE)/wheel-$(shell echo $(PYTHON) $(TORCH) | cksum | cut -d " " -f 1)

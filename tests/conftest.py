@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -9,6 +10,9 @@ import torch
 from torch_gpumode import _autoload
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that tests/fault finds _ranks
+
+# A group that fails writes its flight record to a file; not into the home of who runs the tests.
+os.environ["TORCH_FR_DUMP_TEMP_FILE"] = tempfile.mkdtemp(prefix="gpumode_flight_records_") + "/"
 
 # torch's store client looks up the name of its peer. A resolver that does not answer, as behind
 # some firewalls, would stop it for 5 s.
