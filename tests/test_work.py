@@ -67,6 +67,26 @@ def callback_uses_the_group(me: Rank) -> None:
     assert future.wait().tolist() == [4.0] * 4
 
 
+def callback_waits_for_a_future(me: Rank) -> None:
+    """As PowerSGD's hook does, also when many are there at once."""
+
+    def then(future: torch.futures.Future) -> torch.Tensor:
+        again = dist.all_reduce(future.value()[0], async_op=True).get_future()
+        return again.then(lambda done: dist.all_reduce(done.value()[0], async_op=True)).wait()
+
+    for _ in range(20):
+        if me.rank == 1:
+            time.sleep(0.002)  # so that no op is done at once
+        future = dist.all_reduce(torch.ones(4), async_op=True).get_future().then(then)
+        future.wait().wait()
+    works = [dist.all_reduce(torch.full((4,), float(i)), async_op=True) for i in range(30)]
+    waiting = [
+        work.get_future().then(lambda _, i=i: works[i + 1].get_future().wait()[0].sum().item())
+        for i, work in enumerate(works[:-1])
+    ]
+    assert [future.wait() for future in waiting] == [4.0 * 2 * (i + 1) for i in range(29)]
+
+
 def dropped_works(me: Rank) -> None:
     """Neither a dropped work nor a dropped tensor stops an op."""
     for _ in range(200):
@@ -289,6 +309,7 @@ def two_threads(me: Rank) -> None:
     [
         abort_hook,
         callback_uses_the_group,
+        callback_waits_for_a_future,
         coalescing,
         coalescing_is_per_thread,
         completion_hook,

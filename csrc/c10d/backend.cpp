@@ -251,7 +251,7 @@ void shutdown_all() {
     }
   }
   wait_for_flight_dumps(kPatience);
-  stop_future_thread(kPatience);
+  stop_future_threads(kPatience);
   hold_other_threads(kPatience);
 }
 

@@ -242,7 +242,7 @@ std::vector<GroupFlightRecord> flight_records();
 // How long the end of a group or of the process waits for what runs in other threads.
 constexpr std::chrono::milliseconds kPatience{2000};
 
-// Shuts down every backend of this process and ends the thread that completes futures; at exit.
+// Shuts down every backend of this process and ends the threads that complete futures; at exit.
 void shutdown_all();
 
 }  // namespace gpumode

@@ -141,6 +141,7 @@ void Backend::call_hooks(const std::shared_ptr<Op>& op, ::c10d::OpType type) {
   }
   op->on_done([op, type, hooks = hooks_] {
     run_on_future_thread([op, type, hooks] {
+      std::lock_guard<std::mutex> one_at_a_time(hooks->running);
       if (!op->status().ok()) {
         hooks->report_abort();
       }

@@ -43,6 +43,7 @@ struct Backend::Hooks {
   std::condition_variable cv;
   std::function<void(std::shared_ptr<::c10d::WorkInfo>)> on_completion;
   std::map<int64_t, std::function<void()>> on_abort;
+  std::mutex running;           // held while one of them runs
   bool abort_reported = false;  // since the last rebuild
   int num_pending = 0;          // ops whose completion hook has not run
 
