@@ -1,4 +1,4 @@
-"""Groups made from groups: new_group, split_group, DeviceMesh; options; many of them."""
+"""Groups made from groups: new_group, split_group; options; many of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from _ranks import Rank, run
-from torch.distributed.device_mesh import init_device_mesh
 
 import torch_gpumode.distributed as gd
 
@@ -85,48 +84,6 @@ def dropped_splits(me: Rank) -> None:
 
 def test_dropped_splits(tmp_path):
     run(dropped_splits, 2, tmp_path)
-
-
-def meshes(me: Rank) -> None:
-    for shape in [(8,), (2, 4), (2, 2, 2)]:
-        names = tuple("abc"[: len(shape)])
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        for dim in range(len(shape)):
-            group = mesh.get_group(dim)
-            members = dist.get_process_group_ranks(group)
-            assert me.rank in members
-            assert total(group) == sum(members)
-    flat = mesh["a", "b"]._flatten("ab")
-    assert total(flat.get_group()) == sum(dist.get_process_group_ranks(flat.get_group()))
-    if hasattr(mesh, "_unflatten"):
-        flat_mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("all",))
-        parts = flat_mesh._unflatten(0, (2, 4), ("x", "y"))
-        assert total(parts["y"].get_group()) == sum(
-            dist.get_process_group_ranks(parts["y"].get_group())
-        )
-
-
-def test_device_mesh(tmp_path):
-    run(meshes, 8, tmp_path)
-
-
-def mesh_with_device_id(me: Rank) -> None:
-    """Case B2: a bound device makes DeviceMesh call split_group; the tensors stay on the CPU.
-
-    There need not be such a device: what is tested is that the backend splits.
-    """
-    torch.accelerator.is_available = lambda: True
-    torch.accelerator.current_accelerator = lambda *_: torch.device("cuda")
-    dist.group.WORLD.bound_device_id = torch.device("cuda:0")
-    for shape in [(4,), (2, 2), (2, 1, 2)]:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple("abc"[: len(shape)]))
-        for dim in range(len(shape)):
-            group = mesh.get_group(dim)
-            assert total(group) == sum(dist.get_process_group_ranks(group))
-
-
-def test_device_mesh_with_device_id(tmp_path):
-    run(mesh_with_device_id, 4, tmp_path)
 
 
 def options(me: Rank) -> None:
