@@ -238,9 +238,9 @@ def _main(
         if init:
             me.init(timeout_s)
         value = function(me, *args)
-        me._connection.send(("returned", value))
         if dist.is_initialized():
             dist.destroy_process_group()
+        me._connection.send(("returned", value))
     except BaseException:
         me._connection.send(("raised", traceback.format_exc()))
     finally:

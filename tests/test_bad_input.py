@@ -248,6 +248,18 @@ def bad_arguments_of_ours(me: Rank) -> None:
     handle = gd.get_reconfigure_handle()
     with pytest.raises(ValueError, match="handles: one of them is there twice"):
         gd.reconfigure(1, [handle, handle])
+    with pytest.raises(ValueError, match='handles: "nobody" is not a handle'):
+        gd.reconfigure(1, [handle, "nobody"])
+    name, rank, host, *rest = handle.split("/")
+    with pytest.raises(ValueError, match="is of another host or network namespace"):
+        gd.reconfigure(1, [handle, "/".join([name, rank, f"not_{host}", *rest])])
+    mixed = dist.new_group(backend="cpu:gpumode,cuda:gloo")
+    with pytest.raises(RuntimeError, match="cuda:gloo, and only gpumode can be rebuilt"):
+        gd.rebuild(mixed)
+    destroyed = dist.new_group()
+    dist.destroy_process_group(destroyed)
+    with pytest.raises(ValueError, match="group: it has been destroyed"):
+        gd.rebuild(destroyed)
     with pytest.raises(ValueError, match="uuid: expected 0 or more, got -7"):
         gd.reconfigure(-7, [handle])
     for call in (gd.abort, gd.rebuild, gd.get_reconfigure_handle):

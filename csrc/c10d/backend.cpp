@@ -109,6 +109,7 @@ Backend::WorkPtr Backend::run(Call call) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (auto* coalescing = open_coalescing()) {
       if (coalescing->aborted) {
+        coalescing->dropped = true;
         return aborted_work();
       }
       coalescing->calls.push_back(std::move(call));
@@ -154,6 +155,7 @@ Backend::Call Backend::coalesce(std::vector<Call> calls, ::c10d::OpType type, co
 }
 
 void Backend::Coalescing::abort() {
+  dropped = dropped || !works.empty();
   for (const auto& work : std::exchange(works, {})) {
     work->start_done({Code::Aborted, "the ops that it was to be coalesced with never ran"});
   }
@@ -202,8 +204,8 @@ Backend::WorkPtr Backend::endCoalescing() {
     ended = std::move(node.mapped());
     num_coalescing_ = static_cast<int>(coalescing_.size());
   }
-  if (ended.aborted) {
-    return aborted_work();
+  if (ended.aborted) {  // torch itself aborts groups in a block of no calls
+    return ended.dropped ? aborted_work() : nullptr;
   }
   if (ended.refused != nullptr) {
     ended.abort();

@@ -173,6 +173,7 @@ class Backend : public ::c10d::Backend {
     std::vector<c10::intrusive_ptr<Work>> works;
     std::exception_ptr refused;  // the first call that was wrong; endCoalescing throws it
     bool aborted = false;
+    bool dropped = false;  // by an abort, one call at least
 
     void abort();
   };

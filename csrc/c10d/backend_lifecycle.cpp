@@ -3,6 +3,7 @@
 
 #include "c10d/backend.h"
 #include "c10d/backend_state.h"
+#include "c10d/engine_choice.h"
 #include "c10d/exceptions.h"
 #include "c10d/exit.h"
 #include "c10d/fork.h"
@@ -238,6 +239,9 @@ Status Backend::rebuild(int64_t uuid, const std::vector<std::string>& handles,
   std::sort(sorted.begin(), sorted.end());
   TORCH_CHECK_VALUE(std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end(),
                     "handles: one of them is there twice");
+  for (const auto& handle : handles) {
+    throw_if_failed(check_handle(handle));
+  }
   TORCH_CHECK_VALUE(uuid >= 0, "uuid: expected 0 or more, got ", uuid);
   TORCH_CHECK_VALUE(timeout.count() > 0, "timeout: expected a positive one, got ", timeout.count(),
                     " ms");

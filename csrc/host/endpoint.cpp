@@ -72,6 +72,15 @@ Status Endpoint::open(int initial_rank, Endpoint* endpoint) {
   return {};
 }
 
+Status Endpoint::check(const std::string& handle) {
+  Address address;
+  if (Status s = Address::parse(handle, &address); !s.ok()) return s;
+  if (address.host == host_name()) return {};
+  return {Code::InvalidArgument, "handles: \"" + handle.substr(0, 80) +
+                                     "\" is of another host or network namespace; this engine "
+                                     "connects ranks of one host"};
+}
+
 bool Endpoint::reachable(const std::string& handle) {
   Address address;
   os::Fd socket;

@@ -40,6 +40,8 @@ class Endpoint {
   // destroyed. Each call costs the other side a descriptor until it connects to a membership the
   // next time.
   static bool reachable(const std::string& handle);
+  // InvalidArgument if it is no handle, or one of another host.
+  static Status check(const std::string& handle);
 
   // Meets all other members, hands each our segment and bell, and takes theirs. Returns once
   // everybody has everything, so that it fails on all members or on none, but for a member that

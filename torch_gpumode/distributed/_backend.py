@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import copy
+import inspect
 import threading
 import time
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import DistBackendError
 
 from torch_gpumode import _extension, config
@@ -47,7 +49,8 @@ atexit.register(_leave)
 
 
 def create(dist_opts: Any, pg_options: Any) -> Any:
-    """Returns a backend that is open, or on torch before 2.14 the process group around it.
+    """Returns a backend that is open, or on torch before 2.14 the process group around it, unless
+    the group has another backend, too.
 
     Meets the other ranks in `dist_opts.store`, at most for `dist_opts.timeout`; not with world
     size 1, nor with `enable_reconfigure` (torch 2.14), which leaves it to `reconfigure`.
@@ -80,6 +83,24 @@ def create(dist_opts: Any, pg_options: Any) -> Any:
     options.global_ranks_in_group = dist_opts.global_ranks_in_group
     options.enable_reconfigure |= getattr(dist_opts, "enable_reconfigure", False)
     backend = C.Backend(dist_opts.store, dist_opts.group_rank, dist_opts.group_size, options)
-    if hasattr(C, "make_group"):
-        return C.make_group(dist_opts.store, backend)
-    return backend
+    if not hasattr(C, "make_group"):
+        return backend
+    # torch replaces its group by ours, and drops what it was about to do with its own. It tells
+    # creators neither the device nor the other backends.
+    torchs = _locals_of("_new_process_group_helper")
+    if len(set(torchs["backend_config"].get_device_backend_map().values())) > 1:
+        torchs["pg"]._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        return backend
+    group = C.make_group(dist_opts.store, backend)
+    group.bound_device_id = torchs["device_id"]
+    return group
+
+
+def _locals_of(function: str) -> dict[str, Any]:
+    """Returns the variables of the innermost caller of that name."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    if frame is None:
+        raise RuntimeError(f"a gpumode group is made by torch.distributed, in its {function}")
+    return frame.f_locals

@@ -17,8 +17,10 @@ def flight_record(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """Returns the last ops of this rank, in the format of torch's flight recorder.
 
     When a group fails, other than by a death, every rank writes the same to
-    `<prefix>gpumode_rank_<rank>`, where the prefix is $TORCH_FR_DUMP_TEMP_FILE, else
-    ~/.cache/torch/. There the ops have NCCL's names, the only ones that torch's analyser takes:
+    `<prefix>gpumode_rank_<rank>`, where the prefix is $TORCH_FR_DUMP_TEMP_FILE or
+    $TORCH_NCCL_DEBUG_INFO_TEMP_FILE, else the directory torch/ of $XDG_CACHE_HOME or ~/.cache. A
+    rank that is frozen or gone writes none. There the ops have NCCL's names, the only ones that
+    torch's analyser takes:
 
         python -m torch.distributed.flight_recorder.fr_trace -p gpumode_rank_ ~/.cache/torch
 

@@ -81,9 +81,10 @@ def reconfigure(
 
     Raises:
         ValueError: `uuid` is negative, `timeout` not positive, this rank's handle missing, one of
-            them there twice, or the group has no gpumode backend.
-        RuntimeError: another thread rebuilds the group, or TORCH_DISTRIBUTED_DEBUG=DETAIL has put
-            it behind one of torch's own that cannot be rebuilt.
+            them there twice or no handle of this host, or the group has no gpumode backend.
+        RuntimeError: another thread rebuilds the group, it has another backend, too, or
+            TORCH_DISTRIBUTED_DEBUG=DETAIL has put it behind one of torch's own; these cannot be
+            rebuilt.
         torch.distributed.DistBackendError: some member did not come within `timeout` or died
             (`PeerLost`, `CollectiveTimeout`); the group may be reconfigured again.
     """
@@ -185,6 +186,11 @@ def rebuilding(pg: dist.ProcessGroup, backend: Any) -> Iterator[None]:
             "TORCH_DISTRIBUTED_DEBUG=DETAIL wraps every group in one that cannot be rebuilt; use "
             "INFO: gpumode compares the calls of all ranks by itself"
         )
+    if any(not isinstance(each, _backend.C.Backend) for each in _all_backends(pg)):
+        raise RuntimeError(
+            f"the group is {dist.get_backend_config(pg)}, and only gpumode can be rebuilt: make a "
+            "new group, or next time one group for each backend"
+        )
     with _being_rebuilt_lock:
         if pg in _being_rebuilt:  # two threads would both speak for this rank
             raise RuntimeError(
@@ -219,6 +225,8 @@ def backend_of(group: dist.ProcessGroup | None) -> Any:
     pg = group if group is not None else distributed_c10d._get_default_group()
     if not isinstance(pg, dist.ProcessGroup):
         raise ValueError(f"group: expected a group that this rank is in, or None, got {pg!r}")
+    if pg not in distributed_c10d._world.pg_map:
+        raise ValueError("group: it has been destroyed")
     backends = _backends(pg)
     if not backends:
         raise ValueError(f"group: {dist.get_backend(pg)} has no gpumode backend")
@@ -228,9 +236,13 @@ def backend_of(group: dist.ProcessGroup | None) -> Any:
 def _backends(pg: dist.ProcessGroup) -> list[Any]:
     """Returns the gpumode backends of a group: one serves all devices, so one or none."""
     found = []
-    for device in pg._device_types:
-        backend = pg._get_backend(device)
-        backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    for backend in _all_backends(pg):
         if isinstance(backend, _backend.C.Backend) and backend not in found:
             found.append(backend)
     return found
+
+
+def _all_backends(pg: dist.ProcessGroup) -> Iterator[Any]:
+    for device in pg._device_types:
+        backend = pg._get_backend(device)
+        yield getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL

@@ -2,7 +2,8 @@
 
 All derive from `torch.distributed.DistBackendError`, and reach Python as they are through
 `Work.wait`, synchronous calls, `backward()` and futures. After any of them the group is closed:
-every later op on it fails at once, until it is rebuilt. The process and other groups go on.
+every later op on it fails at once, until it is rebuilt. The process and other groups go on. Only
+`work.wait(timeout)` that does not see the end of its op leaves the op in flight and the group open.
 """
 
 # ruff: noqa: N818  (the names say what happened)
@@ -39,7 +40,7 @@ class CollectiveTimeout(_CollectiveError):
 
 
 class PeerLost(_CollectiveError):
-    """A rank that the op needed is dead. `ranks` are the dead ones."""
+    """A rank that the op needed is dead or has destroyed its group. `ranks` are those."""
 
 
 class CollectiveMismatch(_CollectiveError):
