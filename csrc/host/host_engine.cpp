@@ -178,8 +178,9 @@ bool HostEngine::poll_transfers(std::vector<Completion>* finished) {
 
 std::vector<int> HostEngine::waiting_for(const Tag& tag) const {
   if (!tag.p2p()) {
-    const bool running = task_ && !collectives_.empty() && collectives_.front().tag == tag;
-    return running ? task_->waiting_for() : std::vector<int>();
+    const bool queued = std::any_of(collectives_.begin(), collectives_.end(),
+                                    [&](const Collectives& op) { return op.tag == tag; });
+    return task_ && queued ? task_->waiting_for() : std::vector<int>();
   }
   std::vector<int> ranks;
   for (const auto& [transfer, seq] : transfer_ops_) {
