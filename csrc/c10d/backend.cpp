@@ -122,6 +122,7 @@ std::shared_ptr<Op> Backend::submit(Communicator& communicator, Call call) {
   options.timeout = timeout_of(call, communicator);
   options.keepalive = std::make_shared<Keepalive>(call);
   options.blocking = !call.async_op;
+  options.patient = call.patient;
   std::optional<BlockingCall> blocking;
   if (options.blocking) {
     blocking.emplace();

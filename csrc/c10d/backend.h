@@ -157,6 +157,7 @@ class Backend : public ::c10d::Backend {
     Tensors outputs;  // written; the result of the work
     std::chrono::milliseconds timeout = ::c10d::kUnsetTimeout;
     bool async_op = true;
+    bool patient = false;  // see SubmitOptions
   };
   struct Coalescing {
     std::vector<Call> calls;

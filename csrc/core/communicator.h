@@ -42,6 +42,7 @@ class Op {
   Collective collective_ = Collective::Barrier;
   TimePoint started_at_{}, deadline_{}, finished_at_{};
   Duration timeout_{};
+  bool patient_ = false;
   std::shared_ptr<void> keepalive_;  // released when the op is done
   std::vector<std::function<void()>> callbacks_;
   Status status_;
@@ -56,6 +57,9 @@ struct SubmitOptions {
   std::shared_ptr<void> keepalive;  // owns the buffers; released when the op is done
   // The caller will wait at once: run the op on this thread instead of waking the worker.
   bool blocking = false;
+  // A lost member fails the op only once nobody else is waited for: it is to name all that are
+  // missing.
+  bool patient = false;
 };
 
 // The control plane of one group on one engine: order, deadlines, failure, completion.

@@ -9,6 +9,7 @@ except torch.distributed.DistBackendError:
 from torch_gpumode.distributed._groups import (
     abort,
     get_reconfigure_handle,
+    monitored_barrier,
     reconfigure,
     set_as_default,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "WorldTooSmall",
     "abort",
     "get_reconfigure_handle",
+    "monitored_barrier",
     "rebuild",
     "reconfigure",
     "set_as_default",
