@@ -23,6 +23,7 @@ namespace gpumode {
 //   backend.cpp                 what it is made of, running an op, coalescing
 //   backend_collectives.cpp     broadcast, all_reduce, reduce, all_to_all, barrier
 //   backend_gather_scatter.cpp  all_gather, reduce_scatter, gather, scatter
+//   backend_sparse.cpp          all_reduce of sparse tensors
 //   backend_p2p.cpp             send, recv, recvAnysource
 //   backend_lifecycle.cpp       timeouts, abort, shutdown, split, reconfigure, hooks
 class Backend : public ::c10d::Backend {

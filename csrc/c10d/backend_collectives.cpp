@@ -31,6 +31,9 @@ Backend::WorkPtr Backend::broadcast(Tensors& tensors, const ::c10d::BroadcastOpt
 }
 
 Backend::WorkPtr Backend::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
+  if (!tensors.empty() && tensors[0].layout() == at::kSparse) {
+    return allreduce_sparse(tensors, opts);
+  }
   const auto& tensor = only(tensors, "tensors");
   auto op = reducing_op(Collective::AllReduce, opts.reduceOp, tensor, "tensors");
   op.outputs = {buffer(tensor)};
@@ -41,10 +44,6 @@ Backend::WorkPtr Backend::allreduce(Tensors& tensors, const ::c10d::AllreduceOpt
               {tensor},
               opts.timeout,
               opts.asyncOp});
-}
-
-Backend::WorkPtr Backend::allreduce_sparse(Tensors&, const ::c10d::AllreduceOptions&) {
-  TORCH_CHECK_VALUE(false, "tensors: expected dense ones, got sparse; call .to_dense() first");
 }
 
 Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
