@@ -24,12 +24,26 @@ NAME = "gpumode" if MODE == "gpumode" else "gloo"
 folder = tempfile.TemporaryDirectory()
 Path(folder.name, "barrier").mkdir()
 os.environ |= {"BACKEND": NAME, "WORLD_SIZE": SIZE, "TEMP_DIR": folder.name}
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-import torch  # noqa: E402  (torch's tests read the environment when they are imported)
+import torch  # noqa: E402
 import torch._dynamo  # noqa: E402  (else each forked rank imports it)
 import torch.distributed as dist  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
 from torch.testing._internal import common_distributed  # noqa: E402
+
+if MODE == "gpumode":
+    for feature in ("ddp", "subgroup", "plugin"):
+        common_distributed.DistTestCases.backend_feature[feature].add(NAME)
+
+# Else all ranks open a group before they find that the test wants a GPU, or 8 ranks.
+for_gpus = unittest.skip("needs a GPU")
+common_distributed.skip_if_no_gpu = for_gpus
+common_distributed.skip_if_lt_x_gpu = lambda *args, **kwargs: for_gpus
+if int(SIZE) < 8:
+    common_distributed.skip_if_small_worldsize = unittest.skip("needs 8 ranks")
+
+# Its decorators read the environment and the features when it is imported.
 from torch.testing._internal.distributed import distributed_test  # noqa: E402
 
 from torch_gpumode import _autoload  # noqa: E402
@@ -37,8 +51,6 @@ from torch_gpumode.distributed import _backend  # noqa: E402
 
 torch.set_num_threads(1)
 _autoload.register()
-for feature in ("ddp", "subgroup", "plugin"):
-    common_distributed.DistTestCases.backend_feature[feature].add(NAME)
 
 
 class OursAsGloo(_backend.C.Backend):
