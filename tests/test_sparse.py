@@ -85,7 +85,6 @@ def many_at_once(me: Rank) -> None:
         work.wait()
         assert work.is_completed()
         assert work.is_success()
-        assert work.exception() is None
     for key in range(6):
         check_sum(mine[key], inputs[key], str(key))
         assert dense[key].item() == sum(range(me.size)) + me.size * key
