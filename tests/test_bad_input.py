@@ -27,7 +27,7 @@ MISTAKES = {
         "tensors: tensors on meta are not supported by this build; expected cpu",
     ),
     "sparse": (
-        lambda w: backend(w).allreduce([torch.eye(3).to_sparse()]),
+        lambda w: backend(w).allreduce_coalesced([torch.eye(3).to_sparse()]),
         "tensors: expected a dense tensor",
     ),
     "empty list": (lambda w: backend(w).allreduce([]), "tensors: expected a list of 1"),

@@ -219,6 +219,11 @@ def mismatched(me: Rank) -> None:
     dist.all_to_all_single(torch.empty(me.size), torch.randn(me.size))
     dist.gather(torch.randn(2), lists if me.rank == 0 else None)
     dist.scatter(torch.empty(2), lists if me.rank == 0 else None)
+    dist.all_to_all(
+        [torch.empty(rank + me.rank) for rank in range(me.size)],
+        [torch.randn(rank + me.rank) for rank in range(me.size)],
+    )
+    dist.all_reduce(torch.sparse_coo_tensor([[me.rank]], [1.5], (5,)))
     dist.barrier()
     with pytest.raises(gd.CollectiveMismatch):
         dist.all_reduce(torch.randn(8 if me.rank == 2 else 9))

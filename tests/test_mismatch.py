@@ -14,6 +14,10 @@ def _all_reduce(count: int = 4, dtype: torch.dtype = torch.float32, op: str = "S
     dist.all_reduce(torch.ones(count, dtype=dtype), getattr(dist.ReduceOp, op))
 
 
+def _sparse(rows: int = 4, dims: int = 1, dtype: torch.dtype = torch.float32) -> None:
+    dist.all_reduce(torch.ones(rows, 3, dtype=dtype).to_sparse(dims))
+
+
 # What all ranks but one call, what that one calls, and a word of each side that the text names.
 CASES = {
     "collective": (
@@ -63,6 +67,26 @@ CASES = {
         lambda: dist.group.WORLD.allreduce_coalesced([torch.ones(3), torch.ones(4)]).wait(),
         lambda: dist.group.WORLD.allreduce_coalesced([torch.ones(3), torch.ones(5)]).wait(),
         ("all_reduce",),
+    ),
+    "sparse and dense": (
+        _sparse,
+        lambda: _all_reduce(count=12),
+        ("all_reduce_sparse(float32)", "all_reduce(sum, float32, 12 elements)"),
+    ),
+    "dtype of sparse tensors": (
+        _sparse,
+        lambda: _sparse(dtype=torch.float64),
+        ("all_reduce_sparse(float32)", "all_reduce_sparse(float64)"),
+    ),
+    "shape of sparse tensors": (
+        _sparse,
+        lambda: _sparse(rows=5),
+        ("rank 0 brought one of shape [4, 3]", "one of shape [5, 3]"),
+    ),
+    "sparse dimensions": (
+        _sparse,
+        lambda: _sparse(dims=2),
+        ("of which 1 are sparse", "of which 2 are sparse"),
     ),
 }
 

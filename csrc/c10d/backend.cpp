@@ -133,6 +133,7 @@ std::shared_ptr<Op> Backend::submit(Communicator& communicator, Call call,
   options.on_start = [&](const std::shared_ptr<Op>& op) {
     recorder_.record(op, current_rank_, std::move(descriptions));
   };
+  options.patient = call.patient;
   std::optional<BlockingCall> blocking;
   if (options.blocking) {
     blocking.emplace();

@@ -25,6 +25,7 @@ namespace gpumode {
 //   backend.cpp                 what it is made of, running an op, coalescing
 //   backend_collectives.cpp     broadcast, all_reduce, reduce, all_to_all, barrier
 //   backend_gather_scatter.cpp  all_gather, reduce_scatter, gather, scatter
+//   backend_sparse.cpp          all_reduce of sparse tensors
 //   backend_p2p.cpp             send, recv, recvAnysource
 //   backend_lifecycle.cpp       timeouts, abort, shutdown, split, reconfigure, hooks
 //   backend_records.cpp         what is remembered of an op: flight record, profiler
@@ -166,6 +167,7 @@ class Backend : public ::c10d::Backend {
     Tensors outputs;  // written; the result of the work
     std::chrono::milliseconds timeout = ::c10d::kUnsetTimeout;
     bool async_op = true;
+    bool patient = false;  // see SubmitOptions
   };
   using Descriptions = c10::SmallVector<CallDescription, 1>;
   struct Coalescing {

@@ -1,9 +1,12 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+#include <string>
 #include <utility>
 
 #include "c10d/backend.h"
+#include "c10d/exceptions.h"
 #include "c10d/tensors.h"
 
 // Each virtual checks its arguments, describes the op and runs it.
@@ -28,6 +31,9 @@ Backend::WorkPtr Backend::broadcast(Tensors& tensors, const ::c10d::BroadcastOpt
 }
 
 Backend::WorkPtr Backend::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
+  if (!tensors.empty() && tensors[0].layout() == at::kSparse) {
+    return allreduce_sparse(tensors, opts);
+  }
   const auto& tensor = only(tensors, "tensors");
   auto op = reducing_op(Collective::AllReduce, opts.reduceOp, tensor, "tensors");
   op.outputs = {buffer(tensor)};
@@ -38,10 +44,6 @@ Backend::WorkPtr Backend::allreduce(Tensors& tensors, const ::c10d::AllreduceOpt
               {tensor},
               opts.timeout,
               opts.asyncOp});
-}
-
-Backend::WorkPtr Backend::allreduce_sparse(Tensors&, const ::c10d::AllreduceOptions&) {
-  TORCH_CHECK_VALUE(false, "tensors: expected dense ones, got sparse; call .to_dense() first");
 }
 
 Backend::WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
@@ -154,9 +156,57 @@ Backend::WorkPtr Backend::barrier(const ::c10d::BarrierOptions& opts) {
       {OpType::BARRIER, "gpumode:barrier", {std::move(op)}, {}, {}, opts.timeout, opts.asyncOp});
 }
 
-// Every barrier names the ranks that did not come, so this one only waits.
-void Backend::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool /*wait_all_ranks*/) {
-  barrier(opts)->wait(kNoTimeout);
+namespace {
+
+// Says it in Gloo's words, which programs and people look for.
+Status in_words_of_gloo(Status status, int rank, std::chrono::milliseconds timeout,
+                        bool wait_all_ranks) {
+  if (status.ranks.empty() || (status.code != Code::Timeout && status.code != Code::PeerLost)) {
+    return status;
+  }
+  std::string names = "Rank " + std::to_string(status.ranks[0]);
+  if (wait_all_ranks) {
+    names = "Ranks " + c10::Join(", ", status.ranks);
+  }
+  const auto me = "Rank " + std::to_string(rank);
+  const auto time = " in " + std::to_string(timeout.count()) + " ms";
+  auto text = names + " failed to pass monitoredBarrier" + time;
+  if (rank != 0) {
+    text = me +
+           " successfully reached monitoredBarrier, but received errors while waiting for "
+           "send/recv from rank 0: " +
+           text;
+  } else if (status.code == Code::Timeout) {
+    text += "; " + me + " timed out in monitoredBarrier";
+  }
+  status.message = text + " (" + status.message + ")";
+  return status;
+}
+
+}  // namespace
+
+// Every barrier knows the ranks that did not come.
+void Backend::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  wait_for_current_cuda_stream();
+  const auto communicator = this->communicator();
+  auto timeout = opts.timeout;
+  if (timeout.count() < 0) {
+    timeout = std::chrono::duration_cast<std::chrono::milliseconds>(communicator->timeout());
+  }
+  OpDesc part;
+  part.collective = Collective::Barrier;
+  Call call{OpType::BARRIER, "gpumode:barrier", {std::move(part)}, {}, {}};
+  call.timeout = std::max(timeout, std::chrono::milliseconds(1));
+  call.async_op = false;
+  call.patient = wait_all_ranks;
+  Descriptions descriptions{describe(call)};
+  const auto op = submit_profiled(*communicator, std::move(call), std::move(descriptions));
+  call_hooks(op, OpType::BARRIER);
+  auto status = communicator->wait(op);
+  if (op->tag().seq != 0) {  // else the group had failed before
+    status = in_words_of_gloo(std::move(status), current_rank_, timeout, wait_all_ranks);
+  }
+  throw_if_failed(status);
 }
 
 }  // namespace gpumode

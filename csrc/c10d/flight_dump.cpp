@@ -7,7 +7,9 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <map>
+#include <numeric>
 #include <utility>
 
 #include "core/os/thread.h"
@@ -60,11 +62,18 @@ std::string name_of(const CallDescription& call, int rank, Vocabulary words) {
   return "nccl:" + (known != nccl_names().end() ? known->second : name);
 }
 
-// NCCL's record has a list of equal tensors as one tensor.
-Shapes joined(Shapes shapes) {
-  if (shapes.size() < 2 || std::any_of(shapes.begin(), shapes.end(),
-                                       [&](const auto& shape) { return shape != shapes[0]; })) {
+// NCCL's record has a list of tensors as one tensor.
+Shapes joined(const Shapes& shapes) {
+  if (shapes.size() < 2) {
     return shapes;
+  }
+  if (std::any_of(shapes.begin(), shapes.end(),
+                  [&](const auto& shape) { return shape != shapes[0]; })) {
+    int64_t numel = 0;
+    for (const auto& shape : shapes) {
+      numel += std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
+    }
+    return {{numel}};
   }
   auto shape = shapes[0];
   shape.insert(shape.begin(), static_cast<int64_t>(shapes.size()));
@@ -173,7 +182,14 @@ void Writer::append(const FlightRecorder::Entry& entry,
     num_collectives = number;
   }
   for (const auto& call : entry.calls) {
-    dicts->emplace_back(entry.id, this->entry(entry, call, entry.calls.size() == 1));
+    const bool is_end = entry.calls.size() == 1;
+    if (words == Vocabulary::Nccl && call.title == std::string("gpumode:all_reduce_sparse")) {
+      CallDescription known;  // its sizes differ between ranks, which the analyser would report
+      known.title = "gpumode:barrier";
+      dicts->emplace_back(entry.id, this->entry(entry, known, is_end));
+      continue;
+    }
+    dicts->emplace_back(entry.id, this->entry(entry, call, is_end));
   }
   if (entry.calls.size() > 1) {
     CallDescription end;

@@ -41,6 +41,7 @@ Status Communicator::Impl::start(const std::shared_ptr<Op>& op, std::vector<OpDe
   const bool p2p = is_p2p(parts.front().collective);
   op->collective_ = parts.front().collective;
   op->keepalive_ = std::move(options->keepalive);
+  op->patient_ = options->patient;
   uint64_t& counter = p2p ? num_p2p : num_collectives;
 
   std::lock_guard<std::mutex> gate_lock(gate);

@@ -43,6 +43,7 @@ class Op {
   Collective collective_ = Collective::Barrier;
   TimePoint started_at_{}, deadline_{}, finished_at_{};
   Duration timeout_{};
+  bool patient_ = false;
   std::shared_ptr<void> keepalive_;  // released when the op is done
   std::vector<std::function<void()>> callbacks_;
   Status status_;
@@ -61,6 +62,9 @@ struct SubmitOptions {
   // Called with the op once it has its tag, before anything can end it; not with a refused one. In
   // the order of the tags. It must not wait, nor call the communicator.
   std::function<void(const std::shared_ptr<Op>&)> on_start;
+  // A lost member fails the op only once nobody else is waited for: it is to name all that are
+  // missing.
+  bool patient = false;
 };
 
 // The control plane of one group on one engine: order, deadlines, failure, completion.

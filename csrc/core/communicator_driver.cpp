@@ -164,7 +164,7 @@ bool Communicator::Impl::check() {
   {
     std::lock_guard<std::mutex> lock(mutex);
     for (const auto& op : in_flight) {
-      watched.push_back({op->tag_, op->collective_, op->deadline_, op->timeout_});
+      watched.push_back({op->tag_, op->collective_, op->deadline_, op->timeout_, op->patient_});
       next_deadline = std::min(next_deadline, op->deadline_);
     }
   }

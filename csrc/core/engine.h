@@ -67,8 +67,9 @@ class Engine {
   virtual void wait(TimePoint until) = 0;
   virtual void wake() = 0;
 
-  // The members that the op still waits for, as of the last poll; for liveness and for messages.
-  // Empty for an op that is not in flight. Called by the driver.
+  // The members that the op still waits for, as of the last poll; for liveness and for messages. A
+  // collective waits for those that the one before it waits for. Empty for an op that is not in
+  // flight. Called by the driver.
   virtual std::vector<int> waiting_for(const Tag& tag) const = 0;
 
   // Ends and forgets every started op. On return no thread and no kernel touches their buffers.

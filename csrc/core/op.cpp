@@ -26,6 +26,8 @@ const char* name(Collective collective) {
       return "send";
     case Collective::Recv:
       return "recv";
+    case Collective::AllReduceSparse:
+      return "all_reduce_sparse";
   }
   return "?";
 }

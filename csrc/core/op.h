@@ -2,8 +2,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
+
+#include "core/status.h"
 
 namespace gpumode {
 
@@ -19,6 +22,7 @@ enum class Collective : uint8_t {
   Barrier,
   Send,
   Recv,
+  AllReduceSparse,
 };
 
 enum class DType : uint8_t {
@@ -80,6 +84,8 @@ constexpr int kAnySource = -1;
 //   Scatter        on the root inputs[r]; outputs[0]
 //   AllToAll       inputs[r] goes to rank r; outputs[r] comes from rank r, sizes may differ
 //   Barrier        nothing
+//   AllReduceSparse  as AllGather, of what describes each rank's tensor; AllGathers of the indices
+//                  and values follow in the same op, and each rank adds them up for itself
 //   Send           inputs[0] to peer; Recv: outputs[0] from peer, or from kAnySource
 //
 // An input may be the output at the same place (in place), or must not overlap it.
@@ -96,6 +102,10 @@ struct OpDesc {
   int tag = 0;
   std::vector<Buffer> inputs;
   std::vector<Buffer> outputs;
+  // If set, called when the parts of the op before this one are done, and before this one starts:
+  // it may set the buffers, whose sizes these parts have brought. It must not wait; an error ends
+  // the op. Collectives only.
+  std::function<Status(OpDesc*)> prepare;
 };
 
 // Which try of which op of which membership. Bytes with another tag than the one waited for

@@ -105,7 +105,9 @@ std::string Signature::str() const {
   if (permuted != 0) add("not in the order of their indices");
 
   std::string text = std::string(name(c)) + "(" + arguments + ")";
-  if (num_parts > 1) text += " coalesced with " + std::to_string(num_parts - 1) + " more";
+  if (num_parts > 1 && c != Collective::AllReduceSparse) {
+    text += " coalesced with " + std::to_string(num_parts - 1) + " more";
+  }
   return text;
 }
 

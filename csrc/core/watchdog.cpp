@@ -13,10 +13,10 @@ std::string describe(const WatchedOp& op) {
 
 Status timed_out(const Engine& engine, const WatchedOp& op) {
   std::ostringstream text;
-  text << describe(op) << " timed out after " << std::chrono::duration<double>(op.timeout).count()
-       << " s";
+  text << describe(op) << " timed out: its timeout of "
+       << std::chrono::duration<double>(op.timeout).count() << " s passed";
   const std::vector<int> ranks = engine.waiting_for(op.tag);
-  if (!ranks.empty()) text << " of waiting for " << name_ranks(ranks);
+  if (!ranks.empty()) text << " while it waited for " << name_ranks(ranks);
   return Status(Code::Timeout, text.str(), ranks);
 }
 
@@ -77,11 +77,12 @@ Verdict Watchdog::check_deaths(const Engine& engine, const Channel& channel,
   if (!any_known || verdict.again) return verdict;
 
   for (const WatchedOp& op : ops) {
+    const std::vector<int> missing = engine.waiting_for(op.tag);
     std::vector<int> lost;
-    for (int r : engine.waiting_for(op.tag)) {
+    for (int r : missing) {
       if (known_dead_[r]) lost.push_back(r);
     }
-    if (lost.empty()) continue;
+    if (lost.empty() || (op.patient && lost.size() < missing.size())) continue;
     verdict.status =
         Status(Code::PeerLost,
                "lost " + name_ranks(lost) + ", which " + describe(op) + " waits for", lost);

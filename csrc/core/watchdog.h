@@ -12,6 +12,7 @@ struct WatchedOp {
   Collective collective = Collective::Barrier;
   TimePoint deadline{};
   Duration timeout{};
+  bool patient = false;
 };
 
 struct Verdict {

@@ -7,6 +7,7 @@ namespace gpumode::host {
 std::unique_ptr<Task> make_collective(const Context& context, const OpDesc& op) {
   switch (op.collective) {
     case Collective::AllGather:
+    case Collective::AllReduceSparse:
       return make_all_gather(context, op);
     case Collective::AllReduce:
       return make_all_reduce(context, op);

@@ -55,6 +55,7 @@ class HostEngine : public Engine {
   };
 
   void take_started();
+  Status start_part(Collectives* op);
   bool poll_collectives(std::vector<Completion>* finished);
   bool poll_transfers(std::vector<Completion>* finished);
 
@@ -135,15 +136,21 @@ void HostEngine::take_started() {
   taken_.clear();
 }
 
+Status HostEngine::start_part(Collectives* op) {
+  OpDesc& part = op->parts[op->next_part++];
+  if (part.prepare) {
+    if (Status status = part.prepare(&part); !status.ok()) return status;
+  }
+  task_ = make_collective({*epoch_, *rounds_, {++num_steps_, op->tag.seq}, op->signature}, part);
+  return {};
+}
+
 bool HostEngine::poll_collectives(std::vector<Completion>* finished) {
   bool moved = false;
   while (!collectives_.empty()) {
     Collectives& op = collectives_.front();
-    if (!task_ && op.next_part < op.parts.size()) {
-      task_ = make_collective({*epoch_, *rounds_, {++num_steps_, op.tag.seq}, op.signature},
-                              op.parts[op.next_part++]);
-    }
     Status status;
+    if (!task_ && op.next_part < op.parts.size()) status = start_part(&op);
     if (task_) {
       if (!task_->step()) return moved;
       moved = true;
@@ -181,8 +188,9 @@ bool HostEngine::poll_transfers(std::vector<Completion>* finished) {
 
 std::vector<int> HostEngine::waiting_for(const Tag& tag) const {
   if (!tag.p2p()) {
-    const bool running = task_ && !collectives_.empty() && collectives_.front().tag == tag;
-    return running ? task_->waiting_for() : std::vector<int>();
+    const bool queued = std::any_of(collectives_.begin(), collectives_.end(),
+                                    [&](const Collectives& op) { return op.tag == tag; });
+    return task_ && queued ? task_->waiting_for() : std::vector<int>();
   }
   std::vector<int> ranks;
   for (const auto& [transfer, seq] : transfer_ops_) {

@@ -264,6 +264,45 @@ TEST_P(Collectives, CoalescedPartsCompleteTogether) {
   });
 }
 
+// Each rank brings as many values as it likes, and learns how many the others have by the first
+// part.
+TEST_P(Collectives, APartIsPreparedWithWhatThePartsBeforeItHaveBrought) {
+  group.run([&](int r, Communicator& c) {
+    std::vector<uint64_t> counts(size()), count{uint64_t(r) * 40000 + 1};
+    std::vector<Values> outputs;
+    Values mine = random_values(count[0], r);
+    OpDesc sizes;
+    sizes.collective = Collective::AllReduceSparse;
+    sizes.dtype = DType::F32;
+    sizes.inputs = {buffer_of(count)};
+    for (auto& each : counts) sizes.outputs.push_back({&each, sizeof(each)});
+    OpDesc values;
+    values.collective = Collective::AllGather;
+    values.dtype = DType::F32;
+    values.inputs = {buffer_of(mine)};
+    values.prepare = [&](OpDesc* part) {
+      for (const auto n : counts) outputs.push_back(poisoned(n));
+      for (auto& each : outputs) part->outputs.push_back(buffer_of(each));
+      return Status();
+    };
+    auto op = c.submit({sizes, values}, {});
+    EXPECT_TRUE(c.wait(op).ok()) << op->status().str();
+    for (int q = 0; q < size(); ++q) {
+      EXPECT_EQ(outputs[q], random_values(size_t(q) * 40000 + 1, q));
+    }
+  });
+}
+
+TEST_P(Collectives, APartThatCannotBePreparedEndsTheOp) {
+  group.run([&](int, Communicator& c) {
+    OpDesc first, second;
+    second.prepare = [](OpDesc*) { return Status(Code::Mismatch, "not these", {0, 1}); };
+    auto op = c.submit({first, second}, {});
+    EXPECT_EQ(c.wait(op).code, Code::Mismatch);
+    EXPECT_EQ(op->status().ranks, (std::vector<int>{0, 1}));
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(World, Collectives, testing::Values(1, 2, 3, 5),
                          [](const auto& info) { return std::to_string(info.param); });
 

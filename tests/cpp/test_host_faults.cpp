@@ -88,6 +88,19 @@ TEST(HostFaults, AMemberThatNeverCallsIsNamedAtTheDeadline) {
   });
 }
 
+TEST(HostFaults, WhoIsMissingIsNamedByAnOpThatWaitsBehindAnother) {
+  HostGroup group(3);
+  group.run({0, 2}, [&](int, Communicator& c) {
+    OpDesc barrier;
+    submit(c, barrier, false);
+    SubmitOptions options;
+    options.timeout = milliseconds(100);
+    const Status status = c.wait(c.submit({barrier}, std::move(options)));
+    EXPECT_EQ(status.code, Code::Timeout);
+    EXPECT_EQ(status.ranks, std::vector<int>{1}) << status.str();
+  });
+}
+
 TEST(HostFaults, AnOpThatAllHaveFinishedSurvivesTheExitOfAMember) {
   for (int i = 0; i < 20; ++i) {
     HostGroup group(3);

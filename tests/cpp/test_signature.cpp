@@ -53,6 +53,13 @@ TEST(Signature, IgnoresWhatTheCollectiveDoesNotUse) {
   EXPECT_EQ(signature(rooted), signature(all_reduce(8)));
 }
 
+TEST(Signature, OfASparseReductionIsReadAsOneCall) {
+  OpDesc shapes = all_gather(DType::F32, 8);
+  shapes.collective = Collective::AllReduceSparse;
+  const std::vector<OpDesc> parts{shapes, all_gather(DType::I64, 8), all_gather(DType::F32, 4)};
+  EXPECT_EQ(Signature::of(parts).str(), "all_reduce_sparse(float32)");
+}
+
 TEST(Signature, AllowsUnevenGathersOfOneDtype) {
   EXPECT_EQ(signature(all_gather(DType::F32, 4)), signature(all_gather(DType::F32, 400)));
   EXPECT_NE(signature(all_gather(DType::F32, 4)), signature(all_gather(DType::F16, 4)));

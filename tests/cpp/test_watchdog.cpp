@@ -62,7 +62,7 @@ TEST_F(WatchdogTest, NamesTheMissingRanksAtTheDeadline) {
   EXPECT_FALSE(verdict.learned);
   EXPECT_EQ(verdict.status.ranks, std::vector<int>{1});
   EXPECT_EQ(verdict.status.message,
-            "op 1, all_reduce, timed out after 0.5 s of waiting for rank 1");
+            "op 1, all_reduce, timed out: its timeout of 0.5 s passed while it waited for rank 1");
 }
 
 TEST_F(WatchdogTest, ADeathCountsAfterOneMorePoll) {
@@ -90,6 +90,28 @@ TEST_F(WatchdogTest, NamesEveryDeadRankThatIsWaitedFor) {
   world.kill(2);
   EXPECT_TRUE(check().again);
   EXPECT_EQ(poll_and_check().status.ranks, (std::vector<int>{1, 2}));
+}
+
+TEST_F(WatchdogTest, APatientOpWaitsForTheLivingAndThenNamesTheDead) {
+  op.patient = true;
+  world.kill(1);
+  EXPECT_TRUE(check().again);
+  EXPECT_TRUE(poll_and_check().status.ok());
+  enter(2);
+  const Verdict verdict = poll_and_check();
+  EXPECT_EQ(verdict.status.code, Code::PeerLost);
+  EXPECT_EQ(verdict.status.ranks, std::vector<int>{1});
+}
+
+TEST_F(WatchdogTest, APatientOpNamesAllThatAreMissingAtTheDeadline) {
+  op.patient = true;
+  world.kill(1);
+  EXPECT_TRUE(check().again);
+  EXPECT_TRUE(poll_and_check().status.ok());
+  world.run([&] { return world.now() >= op.deadline; }, seconds(1));
+  const Verdict verdict = poll_and_check();
+  EXPECT_EQ(verdict.status.code, Code::Timeout);
+  EXPECT_EQ(verdict.status.ranks, (std::vector<int>{1, 2}));
 }
 
 TEST_F(WatchdogTest, PassesOnWhatAMemberSaid) {

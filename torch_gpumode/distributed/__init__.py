@@ -10,6 +10,7 @@ from torch_gpumode.distributed._flight_record import Straggler, flight_record, s
 from torch_gpumode.distributed._groups import (
     abort,
     get_reconfigure_handle,
+    monitored_barrier,
     reconfigure,
     set_as_default,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "abort",
     "flight_record",
     "get_reconfigure_handle",
+    "monitored_barrier",
     "rebuild",
     "reconfigure",
     "set_as_default",

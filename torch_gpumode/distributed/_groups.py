@@ -42,6 +42,34 @@ def abort(group: dist.ProcessGroup | None = None) -> None:
             backend.abort()
 
 
+def monitored_barrier(
+    group: dist.ProcessGroup | None = None,
+    timeout: timedelta | None = None,
+    wait_all_ranks: bool = False,
+) -> None:
+    """A barrier that says on every rank which ranks did not come.
+
+    For torch before 2.14, whose `torch.distributed.monitored_barrier` accepts groups of the name
+    "gloo" only; the same from 2.14 on. It is a collective: a rank that calls another one instead is
+    told so at once, as all others are (`CollectiveMismatch`). After a failure the group is closed.
+
+    Args:
+        group: the default group if None. A rank that is not in it returns at once.
+        timeout: the group's own if None.
+        wait_all_ranks: whether the text names all missing ranks instead of the first, and a lost
+            rank does not end the barrier while others may still come. `ranks` of the exception
+            always holds all that were missing then.
+
+    Raises:
+        CollectiveTimeout: some ranks did not come within `timeout`.
+        PeerLost: some ranks are dead.
+        ValueError: `timeout` is not positive, or the group has no gpumode backend.
+    """
+    pg: Any = group if group is not None else distributed_c10d._get_default_group()
+    if pg is not dist.GroupMember.NON_GROUP_MEMBER:
+        pg.monitored_barrier(checked_timeout(timeout, backend_of(pg)), wait_all_ranks)
+
+
 def get_reconfigure_handle(group: dist.ProcessGroup | None = None) -> str:
     """Returns what the other ranks need to reach this one: its part of `handles` of `reconfigure`.
 
