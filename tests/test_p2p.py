@@ -112,6 +112,41 @@ def test_batches(size, tmp_path):
     run(batches, size, tmp_path)
 
 
+def to_oneself(me: Rank) -> None:
+    """Within a batch, as torch's pipelines do up to 2.12; torch's own functions may refuse it."""
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    peer = 1 - me.rank
+    for numel in (0, 5, 100_000):
+        sent = [torch.randn(numel) for _ in range(2)]
+        received = [torch.full((numel,), torch.nan) for _ in range(2)]
+        from_peer = torch.full((3,), torch.nan)
+        backend._start_coalescing()
+        backend.recv([from_peer], peer, 0)
+        backend.send([sent[0]], me.rank, 0)
+        backend.send([torch.full((3,), float(me.rank))], peer, 0)
+        backend.send([sent[1]], me.rank, 7)
+        backend.recv([received[1]], me.rank, 7)
+        backend.recv([received[0]], me.rank, 0)
+        backend._end_coalescing().wait()
+        assert from_peer.tolist() == [float(peer)] * 3
+        for ours, theirs in zip(received, sent, strict=True):
+            assert torch.equal(ours, theirs)
+    with pytest.raises(ValueError, match=r"dst: a rank can send to itself only in a batch"):
+        backend.send([torch.randn(3)], me.rank, 0)
+    with pytest.raises(ValueError, match=r"src: a rank can receive from itself only in a batch"):
+        backend.recv([torch.empty(3)], me.rank, 0)
+    dist.barrier()
+    backend._start_coalescing()
+    backend.send([torch.randn(3)], me.rank, 0)
+    backend.recv([torch.empty(4)], me.rank, 0)
+    with pytest.raises(gd.CollectiveMismatch, match=f"rank {me.rank} sends 3 elements"):
+        backend._end_coalescing().wait()
+
+
+def test_to_oneself(tmp_path):
+    run(to_oneself, 2, tmp_path)
+
+
 def broken_batch(me: Rank) -> None:
     """A mistake within a batch is raised at its end, where torch forgets the batch."""
     peer = 1 - me.rank

@@ -211,6 +211,7 @@ class Backend : public ::c10d::Backend {
   template <class Describe>
   WorkPtr run_or_refuse(Describe describe);
   void refuse(std::exception_ptr error);
+  void check_self(int peer, const char* problem);
   WorkPtr aborted_work() const;
 
   // Descriptions that several virtuals share.

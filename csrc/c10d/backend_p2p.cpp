@@ -15,12 +15,21 @@ Backend::WorkPtr Backend::run_or_refuse(Describe describe) {
   }
 }
 
+// A lone send to oneself would wait for a receive that this thread, which waits, never calls.
+void Backend::check_self(int peer, const char* problem) {
+  if (peer != current_rank_) {
+    return;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK_VALUE(open_coalescing() != nullptr, problem, ", ", peer);
+}
+
 Backend::WorkPtr Backend::send(Tensors& tensors, int peer, int tag) {
   return run_or_refuse([&] {
     const auto& tensor = only(tensors, "tensors");
     auto op = moving_op(Collective::Send, tensor);
     op.peer = check_rank(peer, current_size_, "dst");
-    TORCH_CHECK_VALUE(op.peer != current_rank_, "dst: a rank cannot send to itself, ", peer);
+    check_self(op.peer, "dst: a rank can send to itself only in a batch with the receive");
     op.tag = tag;
     op.inputs = {buffer(tensor)};
     return Call{::c10d::OpType::SEND, "gpumode:send", {std::move(op)}, {tensor}, {}};
@@ -32,7 +41,7 @@ Backend::WorkPtr Backend::recv(Tensors& tensors, int peer, int tag) {
     const auto& tensor = only(tensors, "tensors");
     auto op = moving_op(Collective::Recv, tensor);
     op.peer = check_rank(peer, current_size_, "src");
-    TORCH_CHECK_VALUE(op.peer != current_rank_, "src: a rank cannot receive from itself, ", peer);
+    check_self(op.peer, "src: a rank can receive from itself only in a batch with the send");
     op.tag = tag;
     op.outputs = {buffer(tensor)};
     return Call{::c10d::OpType::RECV, "gpumode:recv", {std::move(op)}, {}, {tensor}};

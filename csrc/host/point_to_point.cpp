@@ -18,7 +18,9 @@ PointToPoint::PointToPoint(Epoch& epoch)
 
 void PointToPoint::start(const Transfer& transfer) {
   ++num_open_;
-  if (transfer.is_send) {
+  if (transfer.is_send && transfer.peer == epoch_.rank()) {
+    own_.push_back(transfer);
+  } else if (transfer.is_send) {
     to_[transfer.peer].unannounced.push_back(transfer);
   } else {
     posted_.push_back(transfer);
@@ -27,7 +29,8 @@ void PointToPoint::start(const Transfer& transfer) {
 }
 
 bool PointToPoint::poll(std::vector<Finished>* finished) {
-  bool moved = match_posted(finished);
+  bool moved = match_own(finished);
+  moved |= match_posted(finished);
   for (int q = 0; q < epoch_.size(); ++q) {
     if (q == epoch_.rank()) continue;
     moved |= take_records(q, finished);
@@ -138,9 +141,8 @@ bool PointToPoint::take_records(int peer, std::vector<Finished>* finished) {
     Unmatched send{record.id,         record.nbytes,
                    record.tag,        static_cast<DType>(record.dtype),
                    record.eager != 0, {}};
-    auto it = std::find_if(posted_.begin(), posted_.end(), [&](const Transfer& receive) {
-      return receive.tag == send.tag && (receive.peer == peer || receive.peer == kAnySource);
-    });
+    auto it = std::find_if(posted_.begin(), posted_.end(),
+                           [&](const Transfer& receive) { return takes(receive, peer, send.tag); });
     if (it != posted_.end()) {
       const Transfer receive = *it;
       posted_.erase(it);
@@ -152,6 +154,32 @@ bool PointToPoint::take_records(int peer, std::vector<Finished>* finished) {
   }
   inbox.records_tail.store(tail, std::memory_order_release);
   return true;
+}
+
+// No bytes travel: a send to oneself is a copy, once both sides are there.
+bool PointToPoint::match_own(std::vector<Finished>* finished) {
+  bool moved = false;
+  for (auto send = own_.begin(); send != own_.end();) {
+    const auto receive = std::find_if(posted_.begin(), posted_.end(), [&](const Transfer& t) {
+      return takes(t, epoch_.rank(), send->tag);
+    });
+    if (receive == posted_.end()) {
+      ++send;
+      continue;
+    }
+    Status status = check(*receive, epoch_.rank(), send->tag, send->buffer.nbytes, send->dtype);
+    if (status.ok() && send->buffer.nbytes != 0) {
+      std::memmove(receive->buffer.data, send->buffer.data, send->buffer.nbytes);
+    }
+    finish(send->id, status, -1, finished);
+    finish(receive->id, std::move(status), epoch_.rank(), finished);
+    const auto place = static_cast<size_t>(std::distance(receive, posted_.end()));
+    if (place <= num_unexamined_) --num_unexamined_;
+    posted_.erase(receive);
+    send = own_.erase(send);
+    moved = true;
+  }
+  return moved;
 }
 
 // Receives that were posted after their sends had been announced.
@@ -177,6 +205,18 @@ bool PointToPoint::match_posted(std::vector<Finished>* finished) {
   return moved;
 }
 
+Status PointToPoint::check(const Transfer& receive, int peer, int tag, size_t nbytes,
+                           DType dtype) const {
+  if (nbytes == receive.buffer.nbytes && dtype == receive.dtype) return {};
+  return {Code::Mismatch,
+          "tag " + std::to_string(tag) + ": rank " + std::to_string(peer) + " sends " +
+              std::to_string(nbytes / itemsize(dtype)) + " elements of " + name(dtype) +
+              " to rank " + std::to_string(epoch_.rank()) + ", which receives " +
+              std::to_string(receive.buffer.nbytes / itemsize(receive.dtype)) + " of " +
+              name(receive.dtype),
+          {peer, epoch_.rank()}};
+}
+
 void PointToPoint::accept(const Transfer& receive, int peer, const Unmatched& send,
                           const std::byte* payload, std::vector<Finished>* finished) {
   Inbox& inbox = epoch_.mine().inbox(peer);
@@ -184,17 +224,9 @@ void PointToPoint::accept(const Transfer& receive, int peer, const Unmatched& se
     inbox.eager_matched.store(inbox.eager_matched.load(std::memory_order_relaxed) + 1,
                               std::memory_order_release);
   }
-  if (send.nbytes != receive.buffer.nbytes || send.dtype != receive.dtype) {
-    finish(
-        receive.id,
-        {Code::Mismatch,
-         "tag " + std::to_string(send.tag) + ": rank " + std::to_string(peer) + " sends " +
-             std::to_string(send.nbytes / itemsize(send.dtype)) + " elements of " +
-             name(send.dtype) + " to rank " + std::to_string(epoch_.rank()) + ", which receives " +
-             std::to_string(receive.buffer.nbytes / itemsize(receive.dtype)) + " of " +
-             name(receive.dtype),
-         {peer, epoch_.rank()}},
-        peer, finished);
+  Status status = check(receive, peer, send.tag, send.nbytes, send.dtype);
+  if (!status.ok()) {
+    finish(receive.id, std::move(status), peer, finished);
     return;
   }
   if (send.eager) {
@@ -260,6 +292,7 @@ std::vector<int> PointToPoint::waiting_for(uint64_t id) const {
                         std::any_of(from.streaming.begin(), from.streaming.end(), streams_id);
     if (needed) ranks.push_back(q);
   }
+  if (std::any_of(own_.begin(), own_.end(), has_id)) ranks.push_back(epoch_.rank());
   for (const Transfer& receive : posted_) {
     if (receive.id != id) continue;
     if (receive.peer != kAnySource) {

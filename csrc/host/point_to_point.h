@@ -79,6 +79,11 @@ class PointToPoint {
   bool push_grants(int peer);
   bool stream_in(int peer, std::vector<Finished>* finished);
   bool match_posted(std::vector<Finished>* finished);
+  bool match_own(std::vector<Finished>* finished);
+  static bool takes(const Transfer& receive, int peer, int tag) {
+    return receive.tag == tag && (receive.peer == peer || receive.peer == kAnySource);
+  }
+  Status check(const Transfer& receive, int peer, int tag, size_t nbytes, DType dtype) const;
   void accept(const Transfer& receive, int peer, const Unmatched& send, const std::byte* payload,
               std::vector<Finished>* finished);
   void finish(uint64_t id, Status status, int source, std::vector<Finished>* finished);
@@ -86,6 +91,7 @@ class PointToPoint {
   Epoch& epoch_;
   std::vector<ToPeer> to_;
   std::vector<FromPeer> from_;
+  std::list<Transfer> own_;     // sends of this rank to itself, which wait for their receives
   std::list<Transfer> posted_;  // receives without a match, in the order of their posting
   size_t num_unexamined_ = 0;   // the last so many of posted_ have not met unmatched sends yet
   size_t num_open_ = 0;

@@ -36,10 +36,10 @@ SCHEDULES = {
     "Interleaved1F1B": (ScheduleInterleaved1F1B, 2, False),
     "LoopedBFS": (ScheduleLoopedBFS, 2, False),
     "InterleavedZeroBubble": (ScheduleInterleavedZeroBubble, 2, False),
+    # Up to torch 2.12 a rank sends to itself at the turn of the V.
+    "ZBVZeroBubble": (ScheduleZBVZeroBubble, 2, True),
+    "DualPipeV": (schedules.ScheduleDualPipeV, 2, True),
 }
-if hasattr(PipelineStage, "_is_same_rank"):  # else torch has the turn of the V send to itself
-    SCHEDULES["ZBVZeroBubble"] = (ScheduleZBVZeroBubble, 2, True)
-    SCHEDULES["DualPipeV"] = (schedules.ScheduleDualPipeV, 2, True)
 
 
 class Layer(nn.Module):
