@@ -4,7 +4,7 @@
 
 "gloo" is torch's own backend, "as_gloo" ours under its name, since torch gates some tests on that.
 Prints a line of JSON: the names of the tests that passed, of those that were skipped, the output of
-each that failed, and the seconds that each took which did not skip.
+each that failed, and the seconds that each took.
 """
 
 from __future__ import annotations
