@@ -26,7 +26,7 @@ def test_reads_every_variable():
         ("TORCH_GPUMODE_CUDA", "yes"),
         ("TORCH_GPUMODE_CUDA", ""),
         ("TORCH_GPUMODE_FLIGHT_RECORD", "-1"),
-        ("TORCH_GPUMODE_FLIGHT_RECORD", "1000001"),
+        ("TORCH_GPUMODE_FLIGHT_RECORD", "100001"),
         ("TORCH_GPUMODE_SPIN_US", "-1"),
         ("TORCH_GPUMODE_SPIN_US", "1.5"),
         ("TORCH_GPUMODE_SPIN_US", "²"),

@@ -132,6 +132,27 @@ def late(me: Rank) -> list[tuple[int, str, int, float]]:
     return [(s.rank, s.op, s.count, s.waited.total_seconds()) for s in gd.stragglers()]
 
 
+def both_late(me: Rank) -> list[float]:
+    """The first one waits as long as if only one of them were late."""
+    if me.rank > 0:
+        me.store().wait(["there"])
+        time.sleep(0.2)
+        dist.all_reduce(torch.randn(10))
+    else:
+        work = dist.all_reduce(torch.randn(10), async_op=True)
+        me.store().set("there", "")
+        work.wait()
+    (straggler,) = gd.stragglers()
+    assert straggler.rank > 0
+    return straggler.waited.total_seconds()
+
+
+def test_two_stragglers(tmp_path):
+    waited = run(both_late, 3, tmp_path)
+    assert waited[0] > 0.1
+    assert len(set(waited)) == 1
+
+
 def test_stragglers(tmp_path):
     for first, second in run(late, 3, tmp_path):
         assert first[:3] == (2, "all_reduce", 3)

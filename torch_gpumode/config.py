@@ -24,8 +24,8 @@ def _microseconds(text: str) -> int:
 
 
 def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) > 1_000_000:
-        raise ValueError("must be a whole number, 0 to 1000000")
+    if not text.isascii() or not text.isdigit() or int(text) > 100_000:
+        raise ValueError("must be a whole number, 0 to 100000")
     return int(text)
 
 

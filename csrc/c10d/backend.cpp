@@ -15,8 +15,8 @@
 namespace gpumode {
 namespace {
 
-std::mutex live_mutex;
 std::atomic<uint64_t> num_backends{0};
+std::mutex live_mutex;
 
 std::set<Backend*>& live_backends() {
   static auto* backends = new std::set<Backend*>();  // used during exit
@@ -53,6 +53,11 @@ Backend::Backend(StorePtr store, int rank, int size, c10::intrusive_ptr<BackendO
   if (!options_->enable_reconfigure) {
     open(store);
   }
+  static const bool registered = [] {
+    survive_fork(live_mutex, [] {});
+    return true;
+  }();
+  static_cast<void>(registered);
   std::lock_guard<std::mutex> lock(live_mutex);
   live_backends().insert(this);
 }
@@ -239,9 +244,17 @@ Backend::WorkPtr Backend::endCoalescing() {
 
 std::vector<GroupFlightRecord> flight_records() {
   std::lock_guard<std::mutex> lock(live_mutex);
-  std::vector<GroupFlightRecord> records;
+  std::map<std::string, GroupFlightRecord> newest;  // one that is closed may still be kept alive
   for (const auto* backend : live_backends()) {
-    records.push_back(backend->flight_record());
+    auto record = backend->flight_record();
+    auto& known = newest[record.name];
+    if (known.rank < 0 || known.id < record.id) {
+      known = std::move(record);
+    }
+  }
+  std::vector<GroupFlightRecord> records;
+  for (auto& [name, record] : newest) {
+    records.push_back(std::move(record));
   }
   return records;
 }

@@ -240,7 +240,7 @@ class Backend : public ::c10d::Backend {
   std::map<std::string, c10::weak_intrusive_ptr<Backend>> children_;  // made by split, by name
 };
 
-// Of every group of this process that is open.
+// Of every group of this process; of several with one name, the newest.
 std::vector<GroupFlightRecord> flight_records();
 
 // How long the end of a group or of the process waits for what runs in other threads.

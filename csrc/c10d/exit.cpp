@@ -5,6 +5,8 @@
 #include <mutex>
 #include <thread>
 
+#include "c10d/fork.h"
+
 namespace gpumode {
 namespace {
 
@@ -17,7 +19,11 @@ struct Exit {
 };
 
 Exit& state() {
-  static auto* exit = new Exit;  // used during exit
+  static auto* exit = [] {
+    auto* made = new Exit;  // used during exit
+    survive_fork(made->mutex, [made] { made->num_inside = 0; });
+    return made;
+  }();
   return *exit;
 }
 

@@ -12,6 +12,7 @@
 #include <numeric>
 #include <utility>
 
+#include "c10d/fork.h"
 #include "core/os/thread.h"
 
 namespace gpumode {
@@ -34,7 +35,8 @@ List new_list() { return List(c10::AnyType::get()); }
 // words
 
 const std::map<std::string, std::string>& nccl_names() {
-  static const std::map<std::string, std::string> names = {
+  static const auto& names = *new std::map<std::string, std::string>{
+      // used during exit
       {"all_gather_into_tensor", "_all_gather_base"},
       {"reduce_scatter_tensor", "_reduce_scatter_base"},
       {"all_reduce_coalesced", "allreduce_coalesced"},
@@ -248,7 +250,9 @@ std::string pickle_flight_records(const std::vector<GroupFlightRecord>& groups, 
 
 namespace {
 
-std::filesystem::path dump_path(uint64_t global_rank) {
+constexpr size_t kMaxDumped = 20'000;
+
+std::filesystem::path dump_path(int64_t global_rank) {
   const auto name = "gpumode_rank_" + std::to_string(global_rank);
   for (const auto* variable : {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}) {
     if (const auto* prefix = std::getenv(variable)) {
@@ -262,15 +266,48 @@ std::filesystem::path dump_path(uint64_t global_rank) {
   return std::filesystem::path(home != nullptr ? home : "/tmp") / ".cache" / "torch" / name;
 }
 
-void write_dump(const std::vector<GroupFlightRecord>& groups) {
-  const auto world = std::max_element(
-      groups.begin(), groups.end(),
-      [](const auto& a, const auto& b) { return a.global_ranks.size() < b.global_ranks.size(); });
-  if (world == groups.end() || world->rank < 0 ||
-      static_cast<size_t>(world->rank) >= world->global_ranks.size()) {
+// The last ops only, so that a dump takes no longer than the end of the process waits for it.
+void limit(std::vector<GroupFlightRecord>* groups) {
+  std::vector<uint64_t> ids;
+  for (const auto& group : *groups) {
+    for (const auto& entry : group.entries) {
+      ids.push_back(entry.id);
+    }
+  }
+  if (ids.size() <= kMaxDumped) {
     return;
   }
-  const auto path = dump_path(world->global_ranks[static_cast<size_t>(world->rank)]);
+  const auto first = ids.end() - static_cast<std::ptrdiff_t>(kMaxDumped);
+  std::nth_element(ids.begin(), first, ids.end());
+  for (auto& group : *groups) {
+    auto& entries = group.entries;
+    entries.erase(std::remove_if(entries.begin(), entries.end(),
+                                 [&](const auto& entry) { return entry.id < *first; }),
+                  entries.end());
+  }
+}
+
+// What this process calls itself: its rank in the default group, the newest if there were several.
+int64_t global_rank(const std::vector<GroupFlightRecord>& groups) {
+  const auto newest =
+      std::max_element(groups.begin(), groups.end(), [](const auto& a, const auto& b) {
+        return std::make_pair(a.desc == "default_pg", a.id) <
+               std::make_pair(b.desc == "default_pg", b.id);
+      });
+  const auto rank = static_cast<size_t>(newest->rank);
+  return rank < newest->global_ranks.size() ? static_cast<int64_t>(newest->global_ranks[rank]) : -1;
+}
+
+void write_dump(std::vector<GroupFlightRecord> groups) {
+  limit(&groups);
+  groups.erase(std::remove_if(groups.begin(), groups.end(),
+                              [](const auto& group) { return group.entries.empty(); }),
+               groups.end());
+  const auto rank = groups.empty() ? -1 : global_rank(groups);
+  if (rank < 0) {
+    return;
+  }
+  const auto path = dump_path(rank);
   try {
     if (path.has_parent_path()) {
       std::filesystem::create_directories(path.parent_path());
@@ -301,11 +338,7 @@ struct Dumper {
     while (wanted) {
       const auto collect = std::exchange(wanted, nullptr);
       lock.unlock();
-      auto groups = collect();
-      groups.erase(std::remove_if(groups.begin(), groups.end(),
-                                  [](const auto& group) { return group.entries.empty(); }),
-                   groups.end());
-      write_dump(groups);
+      write_dump(collect());
       lock.lock();
     }
     running = false;
@@ -314,7 +347,14 @@ struct Dumper {
 };
 
 Dumper& dumper() {
-  static auto* instance = new Dumper;  // used during exit
+  static auto* instance = [] {
+    auto* made = new Dumper;  // used during exit
+    survive_fork(made->mutex, [made] {
+      made->wanted = nullptr;
+      made->running = false;
+    });
+    return made;
+  }();
   return *instance;
 }
 

@@ -21,7 +21,7 @@ void Op::finish(const Status& status, TimePoint now, const Completion* completio
   status_ = status;
   if (completion != nullptr) {
     source_rank_ = completion->source_rank;
-    straggler_ = completion->straggler;
+    if (status.ok()) straggler_ = completion->straggler;
   }
   finished_at_ = now;
   done_.store(true, std::memory_order_release);

@@ -16,7 +16,7 @@ struct Lane {
 };
 
 // Whom the others waited for: the member that entered a collective last, and how long after the
-// last but one. Of a coalesced op the part counts that waited longest.
+// first one. Of a coalesced op the part counts that waited longest.
 struct Straggler {
   int rank = -1;  // nobody, or not known
   Duration waited{};

@@ -104,20 +104,20 @@ std::vector<int> Meeting::missing() const {
 }
 
 Straggler Meeting::straggler() const {
-  constexpr int64_t never = std::numeric_limits<int64_t>::min();
-  int64_t last = never, last_but_one = never;
+  if (epoch_.size() == 1) return {};
+  int64_t first = std::numeric_limits<int64_t>::max();
+  int64_t last = std::numeric_limits<int64_t>::min();
   Straggler straggler;
   for (int q = 0; q < epoch_.size(); ++q) {
     if (!met_[q]) continue;
     const int64_t time = epoch_.of(q).entry(id_.step).entered_at;
-    last_but_one = std::max(last_but_one, std::min(time, last));
+    first = std::min(first, time);
     if (time > last) {
       last = time;
       straggler.rank = q;
     }
   }
-  if (last_but_one == never) return {};
-  straggler.waited = Duration(last - last_but_one);
+  straggler.waited = Duration(last - first);
   return straggler;
 }
 

@@ -49,13 +49,14 @@ def raise_and_die(me: Rank) -> None:
 
 
 def test_raise_and_die(tmp_path):
-    with Ranks(raise_and_die, 3, tmp_path, timeout_s=600, limit_s=20) as ranks:
+    with Ranks(raise_and_die, 3, tmp_path, timeout_s=600, limit_s=30) as ranks:
         ranks.join(lost=(1,))
 
 
 def raise_and_stay(me: Rank) -> None:
     """The rank lives, and does something else: the others raise when their time is up."""
     model = start(me)
+    dist.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=1))
     with pytest.raises(ArithmeticError if me.rank == 1 else gd.CollectiveTimeout):
         train(model, sgd(model), me.rank)
     if me.rank == 1:
@@ -65,7 +66,7 @@ def raise_and_stay(me: Rank) -> None:
 
 
 def test_raise_and_stay(tmp_path):
-    run(raise_and_stay, 3, tmp_path, timeout_s=1, limit_s=20)
+    run(raise_and_stay, 3, tmp_path, timeout_s=600, limit_s=30)
 
 
 SETTINGS = [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}]
@@ -93,7 +94,7 @@ def raise_and_go_on(me: Rank, settings: dict) -> None:
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_raise_and_go_on(settings, tmp_path):
-    run(raise_and_go_on, 3, tmp_path, settings, timeout_s=600, limit_s=20)
+    run(raise_and_go_on, 3, tmp_path, settings, timeout_s=600, limit_s=30)
 
 
 def raise_in_a_hook(me: Rank) -> None:
@@ -117,5 +118,5 @@ def raise_in_a_hook(me: Rank) -> None:
 
 
 def test_raise_in_a_hook(tmp_path):
-    with Ranks(raise_in_a_hook, 3, tmp_path, timeout_s=600, limit_s=20) as ranks:
+    with Ranks(raise_in_a_hook, 3, tmp_path, timeout_s=600, limit_s=30) as ranks:
         ranks.join(lost=(1,))

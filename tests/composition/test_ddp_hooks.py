@@ -141,7 +141,7 @@ def test_hook(name, size, tmp_path):
     def register(model: DDP) -> None:
         model.register_comm_hook(None, hook)
 
-    assert len(set(run(averages, size, tmp_path, name, register, tolerance, limit_s=20))) == 1
+    assert len(set(run(averages, size, tmp_path, name, register, tolerance, limit_s=30))) == 1
 
 
 BUILT_IN = {
@@ -221,7 +221,7 @@ def power_sgd_beside_gloo(me: Rank) -> str:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("function", [power_sgd, power_sgd_of_full_rank, power_sgd_beside_gloo])
 def test_power_sgd(function, size, tmp_path):
-    assert len(set(run(function, size, tmp_path, limit_s=20))) == 1
+    assert len(set(run(function, size, tmp_path, limit_s=30))) == 1
 
 
 def post_local_sgd(me: Rank) -> None:
@@ -275,7 +275,7 @@ def test_with_optimizer(function, size, tmp_path):
 def raise_in_a_link(me: Rank) -> None:
     """backward raises where a link of the chain does; the group, and the model, go on."""
 
-    def fail_on_rank_0(_: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    def fail_on_rank_0(_, bucket):
         def link(done: Future) -> torch.Tensor:
             if me.rank == 0 and failing:
                 raise ValueError("a link that breaks")
@@ -283,7 +283,6 @@ def raise_in_a_link(me: Rank) -> None:
 
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(link)
 
-    fail_on_rank_0.__annotations__ = {}
     model, failing = DDP(mlp()), False
     model.register_comm_hook(None, fail_on_rank_0)
     train(model, sgd(model), me.rank)

@@ -180,7 +180,7 @@ def overlapped(me: Rank, interleaved: bool, shard_buckets: bool, static: bool) -
 )
 def test_overlapped(interleaved, shard_buckets, static, size, tmp_path):
     args = interleaved, shard_buckets, static
-    assert len(set(run(overlapped, size, tmp_path, *args, limit_s=20))) == 1
+    assert len(set(run(overlapped, size, tmp_path, *args, limit_s=30))) == 1
 
 
 def accumulated(me: Rank) -> None:

@@ -89,6 +89,20 @@ TEST(Observers, LearnWhoCameLastAndHowMuchLater) {
   }
 }
 
+TEST(Observers, AnOpThatFailedHasNoStraggler) {
+  HostGroup group(2);
+  group.run([](int r, Communicator& c) {
+    std::vector<float> x(static_cast<size_t>(3 + r));
+    OpDesc op;
+    op.collective = Collective::AllReduce;
+    op.dtype = DType::F32;
+    op.outputs = {buffer_of(x)};
+    const auto ended = submit(c, op);
+    EXPECT_EQ(ended->status().code, Code::Mismatch);
+    EXPECT_EQ(ended->straggler().rank, -1);
+  });
+}
+
 TEST(Observers, NobodyIsLateWhereNobodyWaits) {
   HostGroup group(1);
   OpDesc op;

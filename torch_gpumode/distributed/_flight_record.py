@@ -33,8 +33,8 @@ def flight_record(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
         "completed"), "input_sizes", "input_dtypes" and the like of the outputs,
         "collective_seq_id", "p2p_seq_id", "time_created_ns" (Unix time), "duration_ms" and others.
         Beyond torch's: "epoch" (which membership of the group), "attempt", "error" (of an op that
-        failed), and of a collective that is done "straggler", the rank that entered it last, and
-        "waited_ms", for how long after the last but one.
+        failed), and of a collective that succeeded "straggler", the rank that entered it last, and
+        "waited_ms", for how long after the first.
         "pg_config" has the members of each group, "pg_status" why it failed.
 
     Raises:
@@ -55,11 +55,12 @@ def flight_record(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
 class Straggler:
     """A rank that the others waited for, in all recorded ops of one kind.
 
-    Only the time counts for which *all* others were there already, so no wait is counted twice.
+    Of each op it is the rank that came last, with the time for which the first one waited. So if
+    several are late every time, each has a part of it.
     """
 
     rank: int
-    """In the group."""
+    """Of the group that was asked about."""
     op: str
     """"all_reduce", "barrier", ..."""
     count: int
@@ -73,9 +74,9 @@ class Straggler:
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank}: {self.waited.total_seconds():.3f} s of waiting for it in "
-            f"{self.op}, {self.count} times, at most {self.longest.total_seconds():.3f} s (in op "
-            f"{self.seq})"
+            f"rank {self.rank} was last in {self.op} {self.count} times: "
+            f"{self.waited.total_seconds():.3f} s of waiting, at most "
+            f"{self.longest.total_seconds():.3f} s (in op {self.seq})"
         )
 
 
@@ -83,7 +84,8 @@ def stragglers(group: dist.ProcessGroup | None = None) -> list[Straggler]:
     """Returns whom the ranks of the group waited for, the longest waits first.
 
     It is taken from the flight record of the group's present membership, which all ranks have
-    alike but for the ops that are in flight; sends and receives do not count. No communication.
+    alike but for the ops that are in flight; sends, receives and ops that failed do not count. No
+    communication. Empty if TORCH_GPUMODE_FLIGHT_RECORD is 0.
 
     Args:
         group: the default group if None.

@@ -47,7 +47,7 @@ _TEMPLATE = """
     {% for failure in rank.failures %}<p>{{ failure | e }}</p>{% endfor %}
     <table>
       <tr><th>group</th><th>op</th><th>number</th><th>state</th><th>epoch</th><th>inputs</th>
-          <th>for ms</th><th>last came</th></tr>
+          <th>duration, ms</th><th>came last</th></tr>
       {% for entry in rank.entries %}
         <tr><td>{{ entry.process_group[1] | e }}</td><td>{{ entry.profiling_name | e }}</td>
             <td>{{ entry.p2p_seq_id if entry.is_p2p else entry.collective_seq_id }}</td>
@@ -55,7 +55,7 @@ _TEMPLATE = """
             <td>{{ entry.input_sizes }}</td>
             <td>{{ "%.3f" | format(entry.duration_ms) if entry.duration_ms is defined }}</td>
             <td>{% if entry.straggler is defined %}rank {{ entry.straggler }},
-                {{ "%.3f" | format(entry.waited_ms) }} ms after the others{% endif %}</td></tr>
+                {{ "%.3f" | format(entry.waited_ms) }} ms after the first{% endif %}</td></tr>
       {% endfor %}
     </table>
   {% endfor %}
@@ -66,7 +66,7 @@ _TEMPLATE = """
 def _answer(count: str) -> str:
     """On each rank: its flight record, of which the last `count` ops."""
     record = flight_record()
-    record["entries"] = record["entries"][-int(count or 50) :]
+    record["entries"] = record["entries"][-max(1, int(count or 50)) :]
     return json.dumps(record)
 
 
