@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from _ranks import Rank, Ranks, run
 
 import torch_gpumode.distributed as gd
+from torch_gpumode.distributed import _backend
 
 
 def entries(me: Rank) -> None:
@@ -101,6 +104,56 @@ def only_the_last(me: Rank) -> None:
 )
 def test_record(function, tmp_path):
     run(function, 3, tmp_path)
+
+
+def again_with_fewer(me: Rank) -> None:
+    """A group that is over, but still held by somebody, does not stand in for its successor."""
+    kept = dist.group.WORLD
+    dist.all_reduce(torch.randn(3))
+    dist.destroy_process_group()
+    if me.rank < 2:
+        me.size = 2
+        me.init(store=me.store("again"))
+        dist.all_reduce(torch.randn(4))
+        (config,) = gd.flight_record()["pg_config"].values()
+        assert config["ranks"] == "[0, 1]"
+    assert kept.size() == 3
+
+
+def test_successor(tmp_path):
+    run(again_with_fewer, 3, tmp_path)
+
+
+def fork_while_read(me: Rank) -> None:
+    """A child forked at any moment may run what is registered for the exit."""
+    stop = threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            gd.flight_record()
+
+    for _ in range(300):
+        dist.all_reduce(torch.randn(3))
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(30):
+        child = os.fork()
+        if child == 0:
+            _backend.C.shutdown_all()
+            os._exit(7)
+        deadline = time.monotonic() + 10
+        while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if ended[0] == 0:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(ended[1]) == 7
+    stop.set()
+    reader.join()
+
+
+def test_fork(tmp_path):
+    run(fork_while_read, 1, tmp_path)
 
 
 def number_remembered(me: Rank) -> int:

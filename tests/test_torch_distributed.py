@@ -22,7 +22,7 @@ def run_suite(mode: str, size: int, *names: str) -> dict:
         [sys.executable, str(script), mode, str(size), *names],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"passed"')]
     assert lines, done.stdout[-3000:] + done.stderr[-3000:]
