@@ -113,7 +113,7 @@ test-cuda:
 test-python: $(stamps)/test $(stamps)/demo
 	$(PY) -m pytest
 
-# Every world size of torch's own tests, every schedule, inductor: 40 minutes on 2 cores.
+# Every world size of torch's own tests, every schedule, inductor: half an hour on 2 cores.
 contract: $(stamps)/test
 	$(PY) -m pytest -m "long or not long" tests/contract tests/composition \
 	  tests/test_torch_distributed.py
