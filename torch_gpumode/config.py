@@ -45,8 +45,8 @@ class Config:
     Default: compile them if torch has CUDA and nvcc is there."""
 
     flight_record: int | None = _setting(_count)
-    """How many of its last ops each group remembers, and writes to a file when it fails; 0 does
-    neither. Default: 1000."""
+    """How many of its last ops each group remembers, and writes to a file when it fails (of all
+    groups together at most the last 20,000); 0 does neither. Default: 1000."""
 
     spin_us: int | None = _setting(_microseconds)
     """How long a waiting rank polls before it sleeps, in microseconds. Polling longer shortens

@@ -21,6 +21,8 @@ namespace {
 // The analyser takes ops for coalesced if the number of a transfer is that of a collective.
 constexpr int64_t kFirstP2PInNccl = 1'000'000'000;
 
+using ::c10d::new_dict;
+using ::c10d::new_list;
 using Dict = c10::Dict<c10::IValue, c10::IValue>;
 using List = c10::List<c10::IValue>;
 using Shapes = std::vector<std::vector<int64_t>>;
@@ -28,15 +30,11 @@ using Shapes = std::vector<std::vector<int64_t>>;
 // The version of the format: that of torch 2.11 to 2.14.
 constexpr const char* kFormatVersion = "2.10";
 
-Dict new_dict() { return Dict(c10::AnyType::get(), c10::AnyType::get()); }
-List new_list() { return List(c10::AnyType::get()); }
-
-// ------------------------------------------------------------------------------------- NCCL's
-// words
+// NCCL's words
 
 const std::map<std::string, std::string>& nccl_names() {
+  // Never destroyed: a dump may be written until the last instant.
   static const auto& names = *new std::map<std::string, std::string>{
-      // used during exit
       {"all_gather_into_tensor", "_all_gather_base"},
       {"reduce_scatter_tensor", "_reduce_scatter_base"},
       {"all_reduce_coalesced", "allreduce_coalesced"},
@@ -102,8 +100,7 @@ std::vector<std::string> dtypes_of(const TensorsDescription& tensors) {
   return names;
 }
 
-// -------------------------------------------------------------------------------------- the
-// entries
+// The entries
 
 int64_t wall_clock_ns(TimePoint time) {
   using std::chrono::system_clock;
@@ -245,8 +242,7 @@ std::string pickle_flight_records(const std::vector<GroupFlightRecord>& groups, 
   return ::c10d::pickle_str(record);
 }
 
-// --------------------------------------------------------------------------------------------
-// files
+// Files
 
 namespace {
 
