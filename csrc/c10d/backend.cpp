@@ -29,6 +29,7 @@ Backend::Backend(StorePtr store, int rank, int size, c10::intrusive_ptr<BackendO
     : ::c10d::Backend(rank, size),
       options_(std::move(options)),
       hooks_(std::make_shared<Hooks>()),
+      store_(std::move(store)),
       fork_count_(fork_count()),
       id_(num_backends++),
       recorder_(options_->flight_record),
@@ -51,7 +52,7 @@ Backend::Backend(StorePtr store, int rank, int size, c10::intrusive_ptr<BackendO
   communicator_ =
       std::make_shared<Communicator>(choose_engine(rank, options_->spin), communicator_options);
   if (!options_->enable_reconfigure) {
-    open(store);
+    open(store_);
   }
   static const bool registered = [] {
     survive_fork(live_mutex, [] {});
@@ -63,7 +64,7 @@ Backend::Backend(StorePtr store, int rank, int size, c10::intrusive_ptr<BackendO
 }
 
 Backend::~Backend() {
-  shutdown();
+  leave();  // and no more: whoever drops the last reference may hold the GIL
   std::lock_guard<std::mutex> lock(live_mutex);
   live_backends().erase(this);
 }
@@ -106,6 +107,9 @@ void Backend::refuse(std::exception_ptr error) {
 }
 
 Backend::WorkPtr Backend::run(Call call) {
+  if (auto* scope = RetryScope::current(this)) {
+    return run_retried(std::move(call), scope);
+  }
   auto work =
       c10::make_intrusive<Work>(current_rank_, call.type, call.title, call.inputs, call.outputs);
   const auto type = call.type;
@@ -122,7 +126,7 @@ Backend::WorkPtr Backend::run(Call call) {
       return work;
     }
   }
-  Descriptions descriptions{describe(call)};
+  auto descriptions = describe({&call, 1});
   auto op = submit_profiled(*communicator, std::move(call), std::move(descriptions));
   call_hooks(op, type);
   work->start(communicator, std::move(op));
@@ -139,6 +143,7 @@ std::shared_ptr<Op> Backend::submit(Communicator& communicator, Call call,
     recorder_.record(op, current_rank_, std::move(descriptions));
   };
   options.patient = call.patient;
+  options.attempt = call.attempt;
   std::optional<BlockingCall> blocking;
   if (options.blocking) {
     blocking.emplace();
@@ -220,10 +225,7 @@ Backend::WorkPtr Backend::endCoalescing() {
   if (ended.calls.empty()) {
     return nullptr;
   }
-  Descriptions descriptions;
-  for (const auto& call : ended.calls) {
-    descriptions.push_back(describe(call));
-  }
+  auto descriptions = describe(ended.calls);
   auto call = coalesce(std::move(ended.calls), ::c10d::OpType::COALESCED, "gpumode:coalesced");
   const bool p2p = is_p2p(call.parts[0].collective);
   for (const auto& part : call.parts) {

@@ -14,6 +14,7 @@
 #include "c10d/flight_dump.h"
 #include "c10d/flight_recorder.h"
 #include "c10d/options.h"
+#include "c10d/recovery.h"
 #include "c10d/work.h"
 #include "core/communicator.h"
 
@@ -29,6 +30,7 @@ namespace gpumode {
 //   backend_p2p.cpp             send, recv, recvAnysource
 //   backend_lifecycle.cpp       timeouts, abort, shutdown, split, reconfigure, hooks
 //   backend_records.cpp         what is remembered of an op: flight record, profiler
+//   recovery.cpp                retried ops
 class Backend : public ::c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
@@ -48,6 +50,8 @@ class Backend : public ::c10d::Backend {
   int64_t current_uuid() const { return current_uuid_; }
   // Their handles, by rank; empty before the first.
   std::vector<std::string> members() const;
+  // The ranks that they had when the group was made.
+  std::vector<int> initial_ranks() const;
 
   // Collectives. The names with an underscore and the like are torch's old ones for *_single.
   WorkPtr broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) override;
@@ -114,11 +118,11 @@ class Backend : public ::c10d::Backend {
   c10::intrusive_ptr<BackendOptions> options() const { return options_->copy(); }
   c10::intrusive_ptr<BaseOptions> getBackendOptions() override { return options_->copy(); }
   void setTimeout(std::chrono::milliseconds timeout) override;
+  Duration timeout() const { return communicator()->timeout(); }
   void setSequenceNumberForGroup() override {}  // always starts at 0, on every rank
   uint64_t getSequenceNumberForGroup() override;
   ::c10d::ErrorType getError() override;
   Status failure() const;
-  std::vector<int> dead_ranks() const;
   void abort() override;
   void abort(const std::string& why);
   void shutdown() override;
@@ -141,6 +145,9 @@ class Backend : public ::c10d::Backend {
   c10::intrusive_ptr<::c10d::Backend> merge(const StorePtr& store,
                                             const c10::intrusive_ptr<BaseOptions>& opts,
                                             const int& rank, const int& size) override;
+
+  // For a program that starts over: with those that are left, whoever they are.
+  std::unique_ptr<Rebuild> begin_rebuild(std::chrono::milliseconds timeout, int min_size);
 
   std::string reconfigure_handle() const;
   // Joins the members named by `handles`, in the order of the ranks.
@@ -168,6 +175,7 @@ class Backend : public ::c10d::Backend {
     std::chrono::milliseconds timeout = ::c10d::kUnsetTimeout;
     bool async_op = true;
     bool patient = false;  // see SubmitOptions
+    uint32_t attempt = 0;
   };
   using Descriptions = c10::SmallVector<CallDescription, 1>;
   struct Coalescing {
@@ -190,12 +198,17 @@ class Backend : public ::c10d::Backend {
   std::shared_ptr<Communicator> communicator() const;
   bool is_shut_down() const;
   Status join(const Membership& membership, int rank, Duration timeout);
+  void before_joining();
+  void joined(std::shared_ptr<const Membership> membership);
 
   WorkPtr run(Call call);
+  WorkPtr run_retried(Call call, RetryScope* scope);
+  std::vector<int> initial_ranks_of(const Membership& members) const;
   std::shared_ptr<Op> submit(Communicator& communicator, Call call, Descriptions descriptions);
   std::shared_ptr<Op> submit_profiled(Communicator& communicator, Call call,
                                       Descriptions descriptions);
-  static CallDescription describe(const Call& call);
+  // Nothing if nobody records it.
+  Descriptions describe(c10::ArrayRef<Call> calls) const;
   Duration timeout_of(const Call& call, const Communicator& communicator) const;
   void note_ephemeral(const std::shared_ptr<Op>& op);
   void call_hooks(const std::shared_ptr<Op>& op, ::c10d::OpType type);
@@ -222,17 +235,21 @@ class Backend : public ::c10d::Backend {
 
   const c10::intrusive_ptr<BackendOptions> options_;
   const std::shared_ptr<Hooks> hooks_;
+  const StorePtr store_;
+  const std::shared_ptr<RecoveryState> recovery_ = std::make_shared<RecoveryState>();
   const int fork_count_;
   const uint64_t id_;
   FlightRecorder recorder_;
   std::atomic<int> current_rank_, current_size_;
   std::atomic<int64_t> current_uuid_{-1};
+  std::atomic<uint64_t> num_aborts_{0};
 
   mutable std::mutex mutex_;                    // guards what follows
   std::shared_ptr<Communicator> communicator_;  // null after shutdown
   std::map<std::thread::id, Coalescing> coalescing_;
   std::vector<EphemeralTimeout> ephemeral_timeouts_;
-  std::vector<std::string> members_;
+  std::shared_ptr<const Membership> membership_ = std::make_shared<Membership>();
+  std::vector<int> initial_ranks_;  // of its members
   std::vector<uint64_t> global_ranks_;
   std::atomic<int> num_coalescing_{0}, num_ephemeral_{0};  // also read without the lock
 

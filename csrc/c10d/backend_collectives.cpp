@@ -199,7 +199,7 @@ void Backend::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all
   call.timeout = std::max(timeout, std::chrono::milliseconds(1));
   call.async_op = false;
   call.patient = wait_all_ranks;
-  Descriptions descriptions{describe(call)};
+  auto descriptions = describe({&call, 1});
   const auto op = submit_profiled(*communicator, std::move(call), std::move(descriptions));
   call_hooks(op, OpType::BARRIER);
   auto status = communicator->wait(op);

@@ -62,8 +62,6 @@ uint64_t Backend::getSequenceNumberForGroup() { return communicator()->sequence_
 
 Status Backend::failure() const { return communicator()->failure(); }
 
-std::vector<int> Backend::dead_ranks() const { return communicator()->dead_ranks(); }
-
 ::c10d::ErrorType Backend::getError() {
   switch (failure().code) {
     case Code::Ok:
@@ -84,6 +82,7 @@ void Backend::abort(const std::string& why) {
     return;
   }
   const auto communicator = this->communicator();
+  ++num_aborts_;
   hooks_->report_abort();
   communicator->abort({Code::Aborted, why});
   abort_coalescing();
@@ -201,32 +200,60 @@ c10::intrusive_ptr<::c10d::Backend> Backend::merge(const StorePtr& store,
 // Membership
 
 Status Backend::join(const Membership& membership, int rank, Duration timeout) {
+  const Turn turn(recovery_, store_, Clock::now() + timeout);
   const BlockingCall blocking;
-  abort_coalescing();
-  drop_coalescing();
+  before_joining();
   auto status = communicator()->rebuild(membership, rank, timeout);
   if (!status.ok()) {
     return status;
   }
-  current_rank_ = rank;
-  current_size_ = static_cast<int>(membership.handles.size());
-  current_uuid_ = membership.uuid;
+  auto shared = std::make_shared<const Membership>(membership);
+  turn.lineage()->joined(shared, rank);
+  joined(std::move(shared));
+  return status;
+}
+
+void Backend::before_joining() {
+  abort_coalescing();
+  drop_coalescing();
+}
+
+// The communicator has joined it.
+void Backend::joined(std::shared_ptr<const Membership> membership) {
+  current_rank_ = communicator()->rank();
+  current_size_ = static_cast<int>(membership->handles.size());
+  current_uuid_ = membership->uuid;
 #ifdef GPUMODE_C10D_MUTABLE_RANK
   rank_ = current_rank_;
   size_ = current_size_;
 #endif
   {
+    auto initial_ranks = initial_ranks_of(*membership);
     std::lock_guard<std::mutex> lock(mutex_);
-    members_ = membership.handles;
+    initial_ranks_ = std::move(initial_ranks);
+    membership_ = std::move(membership);
   }
   std::lock_guard<std::mutex> lock(hooks_->mutex);
   hooks_->abort_reported = false;
-  return status;
 }
 
 std::vector<std::string> Backend::members() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return members_;
+  return membership_->handles;
+}
+
+std::vector<int> Backend::initial_ranks() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return initial_ranks_;
+}
+
+std::vector<int> Backend::initial_ranks_of(const Membership& members) const {
+  const auto communicator = this->communicator();
+  std::vector<int> ranks;
+  for (const auto& handle : members.handles) {
+    ranks.push_back(communicator->initial_rank(handle));
+  }
+  return ranks;
 }
 
 std::string Backend::reconfigure_handle() const { return communicator()->handle(); }

@@ -10,15 +10,21 @@ namespace gpumode {
 
 // Flight record
 
-CallDescription Backend::describe(const Call& call) {
-  CallDescription description;
-  description.title = call.title;
-  if (!call.parts.empty() && is_p2p(call.parts[0].collective)) {
-    description.peer = call.parts[0].peer;
+Backend::Descriptions Backend::describe(c10::ArrayRef<Call> calls) const {
+  Descriptions descriptions;
+  if (!recorder_.enabled()) {
+    return descriptions;
   }
-  description.inputs = TensorsDescription(call.inputs);
-  description.outputs = TensorsDescription(call.outputs);
-  return description;
+  for (const auto& call : calls) {
+    auto& description = descriptions.emplace_back();
+    description.title = call.title;
+    if (!call.parts.empty() && is_p2p(call.parts[0].collective)) {
+      description.peer = call.parts[0].peer;
+    }
+    description.inputs = TensorsDescription(call.inputs);
+    description.outputs = TensorsDescription(call.outputs);
+  }
+  return descriptions;
 }
 
 GroupFlightRecord Backend::flight_record() const {

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "c10d/options.h"
+#include "core/uuid.h"
 
 namespace gpumode {
 
@@ -89,17 +90,6 @@ std::string Bootstrap::missing_ranks() {
     return "";
   }
   return missing;
-}
-
-int64_t uuid_of(const std::vector<std::string>& handles) {
-  uint64_t hash = 14695981039346656037ULL;  // FNV-1a
-  for (const auto& handle : handles) {
-    for (const char c : handle) {
-      hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ULL;
-    }
-    hash = (hash ^ 0xff) * 1099511628211ULL;  // so that ("ab", "c") is not ("a", "bc")
-  }
-  return static_cast<int64_t>(hash >> 1);
 }
 
 }  // namespace gpumode

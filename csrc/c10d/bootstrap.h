@@ -35,7 +35,4 @@ class Bootstrap {
   int64_t generation_ = 0;
 };
 
-// A number that no other list of handles has, for all practical purposes; not negative.
-int64_t uuid_of(const std::vector<std::string>& handles);
-
 }  // namespace gpumode

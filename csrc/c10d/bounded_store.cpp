@@ -69,10 +69,4 @@ std::vector<BoundedStore::Bytes> BoundedStore::multi_get(const std::vector<std::
   return call([keys](::c10d::Store& store) { return store.multiGet(keys); });
 }
 
-void BoundedStore::compare_set(const std::string& key, const std::string& expected,
-                               const std::string& desired) {
-  call(
-      [key, expected, desired](::c10d::Store& store) { store.compareSet(key, expected, desired); });
-}
-
 }  // namespace gpumode

@@ -29,7 +29,6 @@ class BoundedStore {
   void set(const std::string& key, const std::string& value);
   bool check(const std::vector<std::string>& keys);
   std::vector<Bytes> multi_get(const std::vector<std::string>& keys);
-  void compare_set(const std::string& key, const std::string& expected, const std::string& desired);
 
   // Runs f(store) on the thread. What `f` refers to must live as long as it does.
   template <class F>

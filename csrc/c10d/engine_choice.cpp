@@ -18,6 +18,4 @@ std::unique_ptr<Engine> choose_engine(int rank, Duration spin) {
 
 Status check_handle(const std::string& handle) { return host::Endpoint::check(handle); }
 
-bool reachable(const std::string& handle) { return host::Endpoint::reachable(handle); }
-
 }  // namespace gpumode

@@ -15,7 +15,4 @@ std::unique_ptr<Engine> choose_engine(int rank, Duration spin);
 // InvalidArgument if no engine here can reach the member behind the handle, or there is none.
 Status check_handle(const std::string& handle);
 
-// Whether the member behind the handle may still come to a membership.
-bool reachable(const std::string& handle);
-
 }  // namespace gpumode

@@ -12,10 +12,10 @@
 #include <torch/csrc/distributed/c10d/control_plane/Handlers.hpp>
 
 #include "c10d/backend.h"
-#include "c10d/bounded_store.h"
 #include "c10d/engine_choice.h"
 #include "c10d/exceptions.h"
 #include "c10d/group.h"
+#include "c10d/recovery.h"
 #ifdef GPUMODE_WITH_CUDA
 #include "symm/copy.h"
 #endif
@@ -66,12 +66,9 @@ void bind_backend(py::module_& m) {
       .def("size", &Backend::current_size)
       .def("uuid", &Backend::current_uuid)
       .def("members", &Backend::members)
+      .def("initial_ranks", &Backend::initial_ranks)
       .def("coalesces_elsewhere", &Backend::coalesces_elsewhere)
       .def("failure", &failure_of)
-      .def(
-          "abort_because", [](Backend& self, const std::string& why) { self.abort(why); },
-          py::arg("why"), NoGil())
-      .def("dead_ranks", &Backend::dead_ranks, NoGil())
       .def("id", &Backend::id)
       .def("set_global_ranks", &Backend::set_global_ranks, py::arg("ranks"))
       .def("handle", &Backend::reconfigure_handle)
@@ -80,6 +77,23 @@ void bind_backend(py::module_& m) {
           [](Backend& self, int64_t uuid, const std::vector<std::string>& handles,
              Milliseconds timeout) { throw_if_failed(self.rebuild(uuid, handles, timeout)); },
           py::arg("uuid"), py::arg("handles"), py::arg("timeout"), NoGil())
+      .def("begin_rebuild", &Backend::begin_rebuild, py::arg("timeout"), py::arg("min_size"),
+           NoGil())
+      .def(
+          "retried",
+          [](Backend& self, const py::function& call, std::optional<Milliseconds> timeout,
+             int min_size) {
+            RetryScope scope(&self, timeout ? to_duration(*timeout) : self.timeout(), min_size);
+            call();
+            py::tuple contributors(scope.contributors.size());
+            for (size_t i = 0; i < scope.contributors.size(); ++i) {
+              contributors[i] = scope.contributors[i];
+            }
+            return py::make_tuple(std::move(contributors), scope.num_attempts);
+          },
+          py::arg("call"), py::arg("timeout"), py::arg("min_size"),
+          "Calls `call()`, in which collectives of this group are retried; returns who contributed "
+          "to the last of them, and after how many attempts.")
       // torch calls it on ranks that a split leaves out: nothing is shared between siblings here.
       .def("perform_nocolor_split", [](Backend&, const at::Device&) {}, py::arg("device"));
 }
@@ -102,31 +116,20 @@ void serve(const std::string& endpoint, const std::string& module, const std::st
   });
 }
 
-void bind_store(py::module_& m) {
-  py::class_<BoundedStore>(m, "BoundedStore", "A store that answers within a timeout, or raises.")
-      .def(py::init([](c10::intrusive_ptr<::c10d::Store> store, Milliseconds timeout) {
-             return std::make_unique<BoundedStore>(std::move(store), to_duration(timeout));
-           }),
-           py::arg("store"), py::arg("timeout"))
-      .def("set", &BoundedStore::set, py::arg("key"), py::arg("value"), NoGil())
-      .def("check", &BoundedStore::check, py::arg("keys"), NoGil())
-      .def("compare_set", &BoundedStore::compare_set, py::arg("key"), py::arg("expected"),
-           py::arg("desired"), NoGil())
+void bind_rebuild(py::module_& m) {
+  py::class_<Rebuild>(m, "Rebuild", "Rebuilds a group step by step; see core/succession.h.")
       .def(
-          "multi_get",
-          [](BoundedStore& self, const std::vector<std::string>& keys) {
-            std::vector<BoundedStore::Bytes> values;
-            {
-              py::gil_scoped_release release;
-              values = self.multi_get(keys);
+          "step",
+          [](Rebuild& self) -> std::optional<double> {
+            const auto pause = self.step();
+            if (!pause) {
+              return std::nullopt;
             }
-            std::vector<py::bytes> result;
-            for (const auto& value : values) {
-              result.emplace_back(reinterpret_cast<const char*>(value.data()), value.size());
-            }
-            return result;
+            return std::chrono::duration<double>(*pause).count();
           },
-          py::arg("keys"));
+          NoGil(), "One step. Returns for how long to sleep, in s, or None when all is done.")
+      .def("agreed", &Rebuild::agreed)
+      .def("close", &Rebuild::close, NoGil(), "Ends it where it is.");
 }
 
 }  // namespace
@@ -136,7 +139,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::module_::import("torch.distributed");  // registers the base classes
   bind_options(m);
   bind_backend(m);
-  bind_store(m);
+  bind_rebuild(m);
 
 #ifndef GPUMODE_C10D_MUTABLE_RANK
   m.def(
@@ -184,8 +187,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("serve", &serve, py::arg("endpoint"), py::arg("module"), py::arg("function"),
         "Lets torch's worker server answer requests to an endpoint with function(count) of a "
         "module, text of JSON.");
-  m.def("reachable", &reachable, py::arg("handle"), NoGil(),
-        "Whether the member behind a handle may still come: false only if it is gone for good.");
   m.def("shutdown_all", &shutdown_all, NoGil(),
         "Shuts down every group of this process; called at exit.");
 }

@@ -16,13 +16,9 @@ void Op::on_done(std::function<void()> callback) {
   callback();
 }
 
-void Op::finish(const Status& status, TimePoint now, const Completion* completion) {
+void Op::finish(const Status& status, TimePoint now) {
   std::lock_guard<std::mutex> lock(mutex_);
   status_ = status;
-  if (completion != nullptr) {
-    source_rank_ = completion->source_rank;
-    if (status.ok()) straggler_ = completion->straggler;
-  }
   finished_at_ = now;
   done_.store(true, std::memory_order_release);
 }
@@ -42,6 +38,7 @@ Status Communicator::Impl::start(const std::shared_ptr<Op>& op, std::vector<OpDe
   op->collective_ = parts.front().collective;
   op->keepalive_ = std::move(options->keepalive);
   op->patient_ = options->patient;
+  op->commits_ = parts.front().commits;
   uint64_t& counter = p2p ? num_p2p : num_collectives;
 
   std::lock_guard<std::mutex> gate_lock(gate);
@@ -51,7 +48,7 @@ Status Communicator::Impl::start(const std::shared_ptr<Op>& op, std::vector<OpDe
     if (!failure.ok()) return failure;
     op->timeout_ = options->timeout > Duration::zero() ? options->timeout : timeout;
     op->deadline_ = after(op->started_at_, op->timeout_);
-    op->tag_ = Tag{epoch, 0, ++counter | (p2p ? Tag::kPointToPoint : 0)};
+    op->tag_ = Tag{epoch, options->attempt, ++counter | (p2p ? Tag::kPointToPoint : 0)};
     in_flight.push_back(op);
   }
   if (options->on_start) options->on_start(op);
@@ -132,7 +129,7 @@ Status Communicator::Impl::rebuild(const Membership& membership, int rank, Durat
   if (status.ok()) {
     channel = engine->channel();
     epoch = static_cast<uint32_t>(membership.uuid);
-    num_collectives = num_p2p = 0;
+    num_collectives = num_p2p = last_committed = 0;
     first_unfinished = std::numeric_limits<uint64_t>::max();
     next_check = TimePoint{};
     watchdog.reset(channel->size());
@@ -210,18 +207,23 @@ int Communicator::size() const {
   return impl_->channel ? impl_->channel->size() : 0;
 }
 
-std::vector<int> Communicator::dead_ranks() const {
+std::vector<Presence> Communicator::presence() const {
   std::lock_guard<std::mutex> lock(impl_->mutex);
-  std::vector<int> dead;
+  std::vector<Presence> presence;
   for (int r = 0; impl_->channel != nullptr && r < impl_->channel->size(); ++r) {
-    if (!impl_->channel->alive(r)) dead.push_back(r);
+    presence.push_back(impl_->channel->presence(r));
   }
-  return dead;
+  return presence;
 }
 
 uint64_t Communicator::sequence_number() const {
   std::lock_guard<std::mutex> lock(impl_->mutex);
   return impl_->num_collectives;
+}
+
+Progress Communicator::progress() const {
+  std::lock_guard<std::mutex> lock(impl_->mutex);
+  return {impl_->num_collectives + 1, impl_->last_committed};
 }
 
 Duration Communicator::timeout() const {
@@ -235,5 +237,13 @@ void Communicator::set_timeout(Duration timeout) {
 }
 
 std::string Communicator::handle() const { return impl_->engine->handle(); }
+
+bool Communicator::reachable(const std::string& handle) const {
+  return impl_->engine->reachable(handle);
+}
+
+int Communicator::initial_rank(const std::string& handle) const {
+  return impl_->engine->initial_rank(handle);
+}
 
 }  // namespace gpumode

@@ -25,6 +25,10 @@ class Op {
   const Status& status() const { return status_; }
   int source_rank() const { return source_rank_; }
   const Straggler& straggler() const { return straggler_; }
+  // Of an op that commits: whether this member's part was done, and the others were told so. If the
+  // op has failed nevertheless, its result is whole where it was written, and another member may
+  // have succeeded with the same.
+  bool complete() const { return complete_; }
   TimePoint started_at() const { return started_at_; }
   TimePoint finished_at() const { return finished_at_; }
   Duration timeout() const { return timeout_; }
@@ -36,14 +40,14 @@ class Op {
 
  private:
   friend class Communicator;
-  void finish(const Status& status, TimePoint now, const Completion* completion = nullptr);
+  void finish(const Status& status, TimePoint now);
   void release();  // once finished: runs the callbacks and lets go of the buffers
 
   Tag tag_;
   Collective collective_ = Collective::Barrier;
   TimePoint started_at_{}, deadline_{}, finished_at_{};
   Duration timeout_{};
-  bool patient_ = false;
+  bool patient_ = false, commits_ = false, complete_ = false;
   std::shared_ptr<void> keepalive_;  // released when the op is done
   std::vector<std::function<void()>> callbacks_;
   Status status_;
@@ -65,6 +69,13 @@ struct SubmitOptions {
   // A lost member fails the op only once nobody else is waited for: it is to name all that are
   // missing.
   bool patient = false;
+  uint32_t attempt = 0;  // of Tag
+};
+
+// How far a member has come in its epoch.
+struct Progress {
+  uint64_t next = 1;       // the number that the next collective gets, or would get
+  uint64_t committed = 0;  // the last op that commits and succeeded
 };
 
 // The control plane of one group on one engine: order, deadlines, failure, completion.
@@ -112,13 +123,17 @@ class Communicator {
 
   int rank() const;  // -1 while there is no membership
   int size() const;  // 0 while there is no membership
-  // Members of the current membership that are known to be dead, or to have left it.
-  std::vector<int> dead_ranks() const;
+  // What is known of the members of the current membership, by rank.
+  std::vector<Presence> presence() const;
   // Collectives submitted so far in this epoch; point-to-point ops do not count.
   uint64_t sequence_number() const;
+  Progress progress() const;
   Duration timeout() const;
   void set_timeout(Duration timeout);
   std::string handle() const;
+  // See Engine.
+  bool reachable(const std::string& handle) const;
+  int initial_rank(const std::string& handle) const;
 
  private:
   struct Impl;

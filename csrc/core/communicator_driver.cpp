@@ -116,9 +116,10 @@ bool Communicator::Impl::round() {
   }
   if (channel == nullptr) return false;
   completions.clear();
-  const bool moved = engine->poll(&completions);
+  bool moved = engine->poll(&completions);
   const TimePoint time = channel->now();
   if (!completions.empty() && !retire(time)) return true;
+  if (num_complete > 0 && commit(time)) moved = true;
   if (moved && time < next_check) return true;
   next_check = time + kCheckInterval;
   return check() || moved;
@@ -146,15 +147,53 @@ bool Communicator::Impl::retire(TimePoint time) {
         close(status, learned);  // before anybody sees that the op failed
         ok = false;
       }
-      (*found)->finish(status, time, &completion);
+      Op& op = **found;
+      op.source_rank_ = completion.source_rank;
+      if (status.ok()) op.straggler_ = completion.straggler;
+      if (status.ok() && op.commits_) {
+        op.complete_ = true;
+        ++num_complete;
+        channel->announce_done(op.tag_.seq);
+        continue;
+      }
+      op.finish(status, time);
       retired.push_back(std::move(*found));
       in_flight.erase(found);
     }
     if (num_sleepers > 0) changed.notify_all();
   }
+  release_retired();
+  return ok;
+}
+
+// Ends ops that are complete here when they are so everywhere, in their order; returns whether it
+// did. Either this or the failure of the group comes first, never half of both.
+bool Communicator::Impl::commit(TimePoint time) {
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (auto it = in_flight.begin(); it != in_flight.end() && failure.ok();) {
+      Op& op = **it;
+      if (!op.complete_) {
+        ++it;
+        continue;
+      }
+      if (!not_done(*channel, op.tag_.seq).empty()) break;
+      op.finish(Status(), time);
+      last_committed = op.tag_.seq;
+      --num_complete;
+      retired.push_back(std::move(*it));
+      it = in_flight.erase(it);
+    }
+    if (num_sleepers > 0 && !retired.empty()) changed.notify_all();
+  }
+  const bool any = !retired.empty();
+  release_retired();
+  return any;
+}
+
+void Communicator::Impl::release_retired() {
   for (const auto& op : retired) op->release();
   retired.clear();
-  return ok;
 }
 
 // Asks the watchdog; returns whether there is something to do before waiting.
@@ -164,7 +203,8 @@ bool Communicator::Impl::check() {
   {
     std::lock_guard<std::mutex> lock(mutex);
     for (const auto& op : in_flight) {
-      watched.push_back({op->tag_, op->collective_, op->deadline_, op->timeout_, op->patient_});
+      watched.push_back(
+          {op->tag_, op->collective_, op->deadline_, op->timeout_, op->patient_, op->complete_});
       next_deadline = std::min(next_deadline, op->deadline_);
     }
   }
@@ -199,8 +239,12 @@ void Communicator::Impl::teardown() {
       if (!op->tag_.p2p()) first = std::min(first, op->tag_.seq);
     }
     why = said = failure;
-    if (!failure_learned) {
-      said.message += " (from rank " + std::to_string(channel->rank()) + ")";
+    const int rank = channel->rank();
+    if (destroyed) {  // to the others that is no abort: they may go on without us
+      said = Status(Code::PeerLost,
+                    "rank " + std::to_string(rank) + " left the group with ops in flight", {rank});
+    } else if (!failure_learned) {
+      said.message += " (from rank " + std::to_string(rank) + ")";
     }
   }
   channel->announce_failure(said, first);
@@ -210,6 +254,7 @@ void Communicator::Impl::teardown() {
     engine->abort();
     std::lock_guard<std::mutex> lock(mutex);
     ended.swap(in_flight);
+    num_complete = 0;
     for (const auto& op : ended) op->finish(why, channel->now());
     tearing_down = false;
     changed.notify_all();

@@ -57,6 +57,8 @@ struct Communicator::Impl {
 
   bool round();
   bool retire(TimePoint now);
+  bool commit(TimePoint now);
+  void release_retired();
   bool check();
 
   void close(const Status& why, bool learned);
@@ -85,7 +87,7 @@ struct Communicator::Impl {
   bool rebuilding = false;
   Status interruption;  // of a rebuild, by abort
   uint32_t epoch = 0;
-  uint64_t num_collectives = 0, num_p2p = 0;
+  uint64_t num_collectives = 0, num_p2p = 0, last_committed = 0;
   // Of those that have failed, the first; for the other members.
   uint64_t first_unfinished = std::numeric_limits<uint64_t>::max();
   Duration timeout;
@@ -98,6 +100,7 @@ struct Communicator::Impl {
 
   // The driver's own.
   Watchdog watchdog;
+  int num_complete = 0;  // ops in flight that wait for the others to be done, too
   std::vector<Completion> completions;
   std::vector<std::shared_ptr<Op>> retired;
   std::vector<WatchedOp> watched;

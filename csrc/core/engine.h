@@ -52,6 +52,12 @@ class Engine {
   // the order of the ranks that the engines were created with.
   virtual std::string handle() const = 0;
 
+  // Whether the member behind a handle may still come to a membership: false only if it is gone for
+  // good. From any thread; not cheap.
+  virtual bool reachable(const std::string& handle) const = 0;
+  // The rank that the engine behind a handle was created with; -1 if it is no handle.
+  virtual int initial_rank(const std::string& handle) const = 0;
+
   // Starts an op, on the caller's thread, and never waits for a peer. Collectives run in the order
   // of their starts; point-to-point transfers run beside them. The parts of a coalesced op belong
   // to one tag and complete together. Buffers stay valid until the op's completion was polled or

@@ -3,12 +3,18 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <utility>
 
 namespace gpumode {
 
 void FakeEngine::inject(uint64_t seq, Fault fault) {
   std::lock_guard<std::mutex> lock(mutex_);
   faults_[seq] = std::move(fault);
+}
+
+void FakeEngine::inject_into_rebuild(Status status) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  rebuild_fault_ = std::move(status);
 }
 
 const Fault* FakeEngine::fault(const Tag& tag) const {
@@ -20,6 +26,14 @@ std::string FakeEngine::handle() const {
   char text[24];  // zeros in front, so that handles sort as numbers
   std::snprintf(text, sizeof(text), "%010d", member_);
   return text;
+}
+
+int FakeEngine::initial_rank(const std::string& handle) const {
+  return static_cast<int>(std::strtol(handle.c_str(), nullptr, 10));
+}
+
+bool FakeEngine::reachable(const std::string& handle) const {
+  return world_->seen_alive(initial_rank(handle));
 }
 
 Status FakeEngine::start(const Tag& tag, std::vector<OpDesc> parts, Lane) {
@@ -73,9 +87,34 @@ bool FakeEngine::advance_collective(std::vector<Completion>* finished) {
     alarm(op.finish_at);
     return false;
   }
+  sum_values(op);
   finished->push_back({op.tag, Status()});
   collectives_.pop_front();
   return true;
+}
+
+namespace {
+
+bool sums_one_value(const OpDesc& part) {
+  return part.collective == Collective::AllReduce && part.dtype == DType::U64 &&
+         part.outputs[0].data != nullptr && part.outputs[0].nbytes == sizeof(uint64_t);
+}
+
+}  // namespace
+
+void FakeEngine::bring_value(const Started& op) {
+  const OpDesc& part = op.parts[0];
+  if (!sums_one_value(part)) return;
+  const Buffer& input = part.inputs.empty() ? part.outputs[0] : part.inputs[0];
+  channel_->bring(op.tag.seq, *static_cast<const uint64_t*>(input.data));
+}
+
+void FakeEngine::sum_values(const Started& op) {
+  const OpDesc& part = op.parts[0];
+  if (!sums_one_value(part)) return;
+  uint64_t sum = 0;
+  for (int r = 0; r < channel_->size(); ++r) sum += channel_->brought(r, op.tag.seq);
+  *static_cast<uint64_t*>(part.outputs[0].data) = sum;
 }
 
 bool FakeEngine::enter(Started* op, std::vector<Completion>* finished) {
@@ -94,6 +133,7 @@ bool FakeEngine::enter(Started* op, std::vector<Completion>* finished) {
       return false;
     }
   }
+  bring_value(*op);
   channel_->announce(op->tag.seq, op->signature);
   op->entered = true;
   return true;
@@ -157,6 +197,7 @@ void FakeEngine::abort() {
 }
 
 Status FakeEngine::rebuild(const Membership& membership, int rank, TimePoint) {
+  if (channel_) channel_->leave();
   channel_.reset();
   if (rank < 0 || rank >= static_cast<int>(membership.handles.size()) ||
       membership.handles[rank] != handle()) {
@@ -164,14 +205,19 @@ Status FakeEngine::rebuild(const Membership& membership, int rank, TimePoint) {
   }
   std::vector<int> members, dead;
   for (const std::string& handle : membership.handles) {
-    members.push_back(static_cast<int>(std::strtol(handle.c_str(), nullptr, 10)));
-    if (!world_->seen_alive(members.back())) {
-      dead.push_back(static_cast<int>(members.size()) - 1);
-    }
+    members.push_back(initial_rank(handle));
+    if (!reachable(handle)) dead.push_back(static_cast<int>(members.size()) - 1);
   }
-  if (!dead.empty()) return Status(Code::PeerLost, "lost " + name_ranks(dead), dead);
-  channel_ = std::make_unique<SimChannel>(world_, world_->join(membership.uuid, members), rank);
+  Status status;
+  if (!dead.empty()) status = Status(Code::PeerLost, "lost " + name_ranks(dead), dead);
+  auto channel = std::make_unique<SimChannel>(world_, world_->join(membership.uuid, members), rank);
   std::lock_guard<std::mutex> lock(mutex_);
+  if (!rebuild_fault_.ok()) status = std::exchange(rebuild_fault_, Status());
+  if (!status.ok()) {
+    channel->leave();
+    return status;
+  }
+  channel_ = std::move(channel);
   faults_.clear();
   return Status();
 }

@@ -25,7 +25,8 @@ struct Fault {
   Duration delay{};
 };
 
-// A data plane that moves no data. A collective is done when every member has entered it with the
+// A data plane that moves no data, but for sums of one uint64 each, so that a test can see whose
+// inputs a result holds. A collective is done when every member has entered it with the
 // same signature and the world's random delay has passed; a send at once; a receive when its
 // message was sent. It runs in a SimWorld, in virtual time on one thread or in real time on many.
 class FakeEngine : public Engine {
@@ -34,9 +35,13 @@ class FakeEngine : public Engine {
 
   // Scripts what happens to op `seq` (Tag::seq) of the current epoch.
   void inject(uint64_t seq, Fault fault);
+  // The next rebuild fails here with `status`.
+  void inject_into_rebuild(Status status);
 
   Channel* channel() override { return channel_.get(); }
   std::string handle() const override;
+  bool reachable(const std::string& handle) const override;
+  int initial_rank(const std::string& handle) const override;
   Status start(const Tag& tag, std::vector<OpDesc> parts, Lane lane) override;
   bool poll(std::vector<Completion>* finished) override;
   void wait(TimePoint until) override;
@@ -59,6 +64,8 @@ class FakeEngine : public Engine {
   const Fault* fault(const Tag& tag) const;
   bool advance_collective(std::vector<Completion>* finished);
   bool enter(Started* op, std::vector<Completion>* finished);
+  void bring_value(const Started& op);
+  void sum_values(const Started& op);
   bool transfer(Started* op);
   void alarm(TimePoint when);
 
@@ -68,6 +75,7 @@ class FakeEngine : public Engine {
 
   mutable std::mutex mutex_;  // guards the rest; taken before the world's
   std::map<uint64_t, Fault> faults_;
+  Status rebuild_fault_;
   std::deque<Started> collectives_;  // only the first is under way
   std::vector<Started> transfers_;
   TimePoint next_event_ = TimePoint::max();  // when poll will find something new by itself

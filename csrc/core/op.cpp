@@ -143,6 +143,11 @@ bool is_p2p(Collective collective) {
   return collective == Collective::Send || collective == Collective::Recv;
 }
 
+bool has_root(Collective collective) {
+  return collective == Collective::Broadcast || collective == Collective::Reduce ||
+         collective == Collective::Gather || collective == Collective::Scatter;
+}
+
 bool is_reduction(Collective collective) {
   return collective == Collective::AllReduce || collective == Collective::Reduce ||
          collective == Collective::ReduceScatter;

@@ -59,6 +59,7 @@ const char* name(DType dtype);
 const char* name(ReduceOp op);
 size_t itemsize(DType dtype);
 bool is_p2p(Collective collective);
+bool has_root(Collective collective);
 // Whether the collective combines values, so that ReduceOp and DType matter to it.
 bool is_reduction(Collective collective);
 // Whether values of the type can be reduced at all.
@@ -76,8 +77,8 @@ constexpr int kAnySource = -1;
 // One collective or point-to-point transfer over dense memory.
 //
 //   Broadcast      outputs[0] on every rank; the root's is sent
-//   AllReduce      outputs[0], in place
-//   Reduce         outputs[0]; changed on the root only
+//   AllReduce      outputs[0], in place, or from inputs[0] if there is one
+//   Reduce         the same; outputs[0] is changed on the root only
 //   AllGather      inputs[0]; outputs[r] receives rank r's input, sizes may differ
 //   ReduceScatter  inputs[r] goes to rank r; outputs[0]
 //   Gather         inputs[0]; on the root outputs[r]
@@ -106,6 +107,9 @@ struct OpDesc {
   // it may set the buffers, whose sizes these parts have brought. It must not wait; an error ends
   // the op. Collectives only.
   std::function<Status(OpDesc*)> prepare;
+  // Whether the op succeeds only when every member has told all others that its part is done: see
+  // Op::complete. Of a coalesced op the first part's counts, and must be the same on all members.
+  bool commits = false;
 };
 
 // Which try of which op of which membership. Bytes with another tag than the one waited for

@@ -8,11 +8,6 @@
 namespace gpumode {
 namespace {
 
-bool has_root(Collective collective) {
-  return collective == Collective::Broadcast || collective == Collective::Reduce ||
-         collective == Collective::Gather || collective == Collective::Scatter;
-}
-
 // Whether every rank must bring the same sizes.
 bool has_equal_sizes(Collective collective) {
   return collective == Collective::Broadcast || is_reduction(collective);
@@ -77,6 +72,7 @@ Signature Signature::of(const std::vector<OpDesc>& parts) {
   signature.reduce_op = f.reduce_op;
   signature.permuted = f.permuted;
   signature.root = f.root;
+  signature.commits = first.commits ? 1 : 0;
   if (has_equal_sizes(first.collective)) {
     size_t nbytes = 0;
     for (const Buffer& buffer : agreed_buffers(first)) nbytes += buffer.nbytes;
@@ -87,8 +83,8 @@ Signature Signature::of(const std::vector<OpDesc>& parts) {
 
 bool Signature::operator==(const Signature& o) const {
   return collective == o.collective && dtype == o.dtype && reduce_op == o.reduce_op &&
-         permuted == o.permuted && root == o.root && num_parts == o.num_parts && numel == o.numel &&
-         rest == o.rest;
+         permuted == o.permuted && root == o.root && num_parts == o.num_parts &&
+         commits == o.commits && numel == o.numel && rest == o.rest;
 }
 
 std::string Signature::str() const {
@@ -103,6 +99,7 @@ std::string Signature::str() const {
   if (c != Collective::Barrier) add(name(static_cast<DType>(dtype)));
   if (has_equal_sizes(c)) add(std::to_string(numel) + (numel == 1 ? " element" : " elements"));
   if (permuted != 0) add("not in the order of their indices");
+  if (commits != 0) add("retry");
 
   std::string text = std::string(name(c)) + "(" + arguments + ")";
   if (num_parts > 1 && c != Collective::AllReduceSparse) {

@@ -19,7 +19,7 @@ struct Signature {
   uint8_t permuted = 0;
   int32_t root = 0;
   uint32_t num_parts = 0;
-  uint32_t reserved2 = 0;
+  uint32_t commits = 0;
   uint64_t numel = 0;  // of the first part; 0 where ranks may differ (uneven gathers)
   uint64_t rest = 0;   // hash over all parts, the factor included
 

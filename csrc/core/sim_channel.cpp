@@ -121,15 +121,30 @@ std::shared_ptr<SimWorld::Board> SimWorld::join(int64_t uuid, const std::vector<
       board = std::make_shared<Board>();
       board->members = members;
       board->entered.resize(members.size());
+      board->done.resize(members.size());
       board->failed.resize(members.size());
+      board->left.resize(members.size());
+      board->last_seen_from.assign(members.size(), std::vector<TimePoint>(members.size()));
+      board->brought.resize(members.size());
     }
     return board;
   });
 }
 
-Duration SimWorld::draw_op_delay() {
-  const auto max = static_cast<uint64_t>(options_.max_op_delay.count());
-  return Duration(static_cast<Duration::rep>(random(max + 1)));
+Duration SimWorld::draw_delay(Duration max) {
+  return Duration(static_cast<Duration::rep>(random(static_cast<uint64_t>(max.count()) + 1)));
+}
+
+std::vector<TimePoint> SimWorld::announce_locked(Board* board, int rank) {
+  std::vector<TimePoint>& seen_from = board->last_seen_from[rank];
+  for (size_t r = 0; r < seen_from.size(); ++r) {
+    if (static_cast<int>(r) == rank) continue;
+    const auto max = static_cast<uint64_t>(options_.max_word_delay.count());
+    const TimePoint arrives = now_locked() + Duration(max > 0 ? random_() % (max + 1) : 0);
+    seen_from[r] = std::max(seen_from[r], arrives);
+    if (max > 0 && events_.count(seen_from[r]) == 0) events_.emplace(seen_from[r], [] {});
+  }
+  return seen_from;
 }
 
 uint64_t SimWorld::version() const {
@@ -142,33 +157,71 @@ void SimWorld::wait(uint64_t seen, TimePoint until) {
   changed_.wait_until(lock, until, [&] { return version_ != seen; });
 }
 
-bool SimChannel::alive(int rank) const { return world_->seen_alive(board_->members[rank]); }
+Presence SimChannel::presence(int rank) const {
+  if (!world_->seen_alive(board_->members[rank])) return Presence::Dead;
+  return world_->read([&] {
+    const auto& left = board_->left[rank];
+    return left && sees(*left) ? Presence::Left : Presence::Here;
+  });
+}
+
+void SimChannel::leave() {
+  world_->write([&] {
+    if (!board_->left[rank_]) {
+      board_->left[rank_] = {true, world_->announce_locked(board_.get(), rank_)};
+    }
+  });
+}
 
 void SimChannel::announce(uint64_t seq, const Signature& signature) {
-  world_->write([&] { board_->entered[rank_].emplace(seq, signature); });
+  world_->write([&] {
+    board_->entered[rank_][seq] = {signature, world_->announce_locked(board_.get(), rank_)};
+  });
 }
 
 bool SimChannel::entered(int rank, uint64_t seq, Signature* signature) const {
   return world_->read([&] {
     const auto found = board_->entered[rank].find(seq);
-    if (found == board_->entered[rank].end()) return false;
-    *signature = found->second;
+    if (found == board_->entered[rank].end() || !sees(found->second)) return false;
+    *signature = found->second.value;
     return true;
+  });
+}
+
+void SimChannel::announce_done(uint64_t seq) {
+  world_->write(
+      [&] { board_->done[rank_][seq] = {true, world_->announce_locked(board_.get(), rank_)}; });
+}
+
+bool SimChannel::done(int rank, uint64_t seq) const {
+  return world_->read([&] {
+    const auto found = board_->done[rank].lower_bound(seq);
+    return found != board_->done[rank].end() && sees(found->second);
   });
 }
 
 void SimChannel::announce_failure(const Status& why, uint64_t first_unfinished) {
   world_->write([&] {
-    if (!board_->failed[rank_]) board_->failed[rank_] = {why, first_unfinished};
+    if (board_->failed[rank_]) return;
+    board_->failed[rank_] = {{why, first_unfinished}, world_->announce_locked(board_.get(), rank_)};
   });
 }
 
 bool SimChannel::failed(int rank, Status* why, uint64_t* first_unfinished) const {
   return world_->read([&] {
     const auto& said = board_->failed[rank];
-    if (said) std::tie(*why, *first_unfinished) = *said;
-    return said.has_value();
+    if (!said || !sees(*said)) return false;
+    std::tie(*why, *first_unfinished) = said->value;
+    return true;
   });
+}
+
+void SimChannel::bring(uint64_t seq, uint64_t value) {
+  world_->write([&] { board_->brought[rank_][seq] = value; });
+}
+
+uint64_t SimChannel::brought(int rank, uint64_t seq) const {
+  return world_->read([&] { return board_->brought[rank].at(seq); });
 }
 
 void SimChannel::send(int to, int tag) {

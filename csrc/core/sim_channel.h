@@ -27,14 +27,26 @@ class SimWorld {
     uint64_t seed = 0;
     Duration detection_delay{};  // from a death until others know of it
     Duration max_op_delay{};     // an op takes a random time up to this once everybody is in it
+    Duration max_word_delay{};   // until another member sees what one has announced
+  };
+
+  // What a member has announced, and from when on each other one sees it, by rank.
+  template <typename T>
+  struct Word {
+    T value;
+    std::vector<TimePoint> seen_from;
   };
 
   // What the members of one epoch have announced, by rank. Kept for ever.
   struct Board {
     std::vector<int> members;  // their numbers in the world
-    std::vector<std::map<uint64_t, Signature>> entered;
-    std::vector<std::optional<std::tuple<Status, uint64_t>>> failed;
-    std::map<std::tuple<int, int, int>, int> mail;  // (from, to, tag) -> messages not received
+    std::vector<std::map<uint64_t, Word<Signature>>> entered;
+    std::vector<std::map<uint64_t, Word<bool>>> done;
+    std::vector<std::optional<Word<std::tuple<Status, uint64_t>>>> failed;
+    std::vector<std::optional<Word<bool>>> left;
+    std::vector<std::vector<TimePoint>> last_seen_from;  // words arrive in their order
+    std::vector<std::map<uint64_t, uint64_t>> brought;   // by op: a member's value, see FakeEngine
+    std::map<std::tuple<int, int, int>, int> mail;       // (from, to, tag) -> messages not received
   };
 
   explicit SimWorld(Options options) : options_(options), random_(options.seed) {}
@@ -62,7 +74,7 @@ class SimWorld {
 
   // For SimChannel and FakeEngine.
   std::shared_ptr<Board> join(int64_t uuid, const std::vector<int>& members);
-  Duration draw_op_delay();
+  Duration draw_op_delay() { return draw_delay(options_.max_op_delay); }
   template <typename F>
   auto read(F f) const {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -75,6 +87,9 @@ class SimWorld {
     changed_.notify_all();
     return f();
   }
+  // Within read and write: the time, and when other members will see what `rank` announces now.
+  TimePoint now_locked() const { return is_virtual() ? now_ : Clock::now(); }
+  std::vector<TimePoint> announce_locked(Board* board, int rank);
   uint64_t version() const;
   // Real time. Returns at `until`, or when the version is not `seen` any more.
   void wait(uint64_t seen, TimePoint until);
@@ -86,8 +101,8 @@ class SimWorld {
     std::optional<TimePoint> died_at;
   };
 
-  TimePoint now_locked() const { return is_virtual() ? now_ : Clock::now(); }
   bool drive(const std::vector<int>& members);
+  Duration draw_delay(Duration max);
 
   const Options options_;
   mutable std::mutex mutex_;
@@ -109,11 +124,19 @@ class SimChannel : public Channel {
   int rank() const override { return rank_; }
   int size() const override { return static_cast<int>(board_->members.size()); }
   TimePoint now() const override { return world_->now(); }
-  bool alive(int rank) const override;
+  Presence presence(int rank) const override;
   void announce(uint64_t seq, const Signature& signature) override;
   bool entered(int rank, uint64_t seq, Signature* signature) const override;
+  void announce_done(uint64_t seq) override;
+  bool done(int rank, uint64_t seq) const override;
   void announce_failure(const Status& why, uint64_t first_unfinished) override;
   bool failed(int rank, Status* why, uint64_t* first_unfinished) const override;
+
+  void bring(uint64_t seq, uint64_t value);
+  uint64_t brought(int rank, uint64_t seq) const;
+
+  // This rank has gone to another membership, or could not join this one.
+  void leave();
 
   // Point-to-point messages carry no bytes here: only that they were sent.
   void send(int to, int tag);
@@ -121,6 +144,11 @@ class SimChannel : public Channel {
   int receive(int from, int tag);
 
  private:
+  template <typename T>
+  bool sees(const SimWorld::Word<T>& word) const {
+    return world_->now_locked() >= word.seen_from[rank_];
+  }
+
   SimWorld* const world_;
   const std::shared_ptr<SimWorld::Board> board_;
   const int rank_;

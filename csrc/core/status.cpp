@@ -7,19 +7,19 @@ const char* name(Code code) {
     case Code::Ok:
       return "Ok";
     case Code::Aborted:
-      return "Aborted";
+      return "CollectiveAborted";
     case Code::Timeout:
-      return "Timeout";
+      return "CollectiveTimeout";
     case Code::PeerLost:
       return "PeerLost";
     case Code::Mismatch:
-      return "Mismatch";
+      return "CollectiveMismatch";
     case Code::WorldTooSmall:
       return "WorldTooSmall";
     case Code::InvalidArgument:
-      return "InvalidArgument";
+      return "ValueError";
     case Code::Internal:
-      return "Internal";
+      return "DistBackendError";
   }
   return "?";
 }

@@ -11,16 +11,28 @@ std::string describe(const WatchedOp& op) {
   return (op.tag.p2p() ? "point-to-point op " : "op ") + number + ", " + name(op.collective) + ",";
 }
 
-Status timed_out(const Engine& engine, const WatchedOp& op) {
+std::vector<int> waiting_for(const Engine& engine, const Channel& channel, const WatchedOp& op) {
+  return op.complete ? not_done(channel, op.tag.seq) : engine.waiting_for(op.tag);
+}
+
+Status timed_out(const Engine& engine, const Channel& channel, const WatchedOp& op) {
   std::ostringstream text;
   text << describe(op) << " timed out: its timeout of "
        << std::chrono::duration<double>(op.timeout).count() << " s passed";
-  const std::vector<int> ranks = engine.waiting_for(op.tag);
+  const std::vector<int> ranks = waiting_for(engine, channel, op);
   if (!ranks.empty()) text << " while it waited for " << name_ranks(ranks);
   return Status(Code::Timeout, text.str(), ranks);
 }
 
 }  // namespace
+
+std::vector<int> not_done(const Channel& channel, uint64_t seq) {
+  std::vector<int> ranks;
+  for (int r = 0; r < channel.size(); ++r) {
+    if (!channel.done(r, seq)) ranks.push_back(r);
+  }
+  return ranks;
+}
 
 Status given_up(const Channel& channel, uint64_t seq) {
   for (int r = 0; r < channel.size(); ++r) {
@@ -56,7 +68,7 @@ Verdict Watchdog::check(const Engine& engine, const Channel& channel,
   const TimePoint now = channel.now();
   for (const WatchedOp& op : ops) {
     if (now < op.deadline) continue;
-    verdict.status = timed_out(engine, op);
+    verdict.status = timed_out(engine, channel, op);
     break;
   }
   return verdict;
@@ -77,7 +89,7 @@ Verdict Watchdog::check_deaths(const Engine& engine, const Channel& channel,
   if (!any_known || verdict.again) return verdict;
 
   for (const WatchedOp& op : ops) {
-    const std::vector<int> missing = engine.waiting_for(op.tag);
+    const std::vector<int> missing = waiting_for(engine, channel, op);
     std::vector<int> lost;
     for (int r : missing) {
       if (known_dead_[r]) lost.push_back(r);

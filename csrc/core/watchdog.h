@@ -13,6 +13,7 @@ struct WatchedOp {
   TimePoint deadline{};
   Duration timeout{};
   bool patient = false;
+  bool complete = false;  // it waits only for the others to be done, too
 };
 
 struct Verdict {
@@ -45,6 +46,9 @@ class Watchdog {
   std::vector<bool> known_dead_;  // by rank; seen dead before the last poll
   bool heard_ = false;            // a member had given up before the last poll
 };
+
+// The members that are not done with op `seq`.
+std::vector<int> not_done(const Channel& channel, uint64_t seq);
 
 // Why another member gave up on collective `seq` or an earlier one; Ok if none did. Then the op
 // must not succeed here: a member that comes late finds the entries of those who have left.

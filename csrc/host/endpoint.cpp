@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 
@@ -56,13 +57,15 @@ Status Address::parse(const std::string& handle, Address* address) {
                                        "\" is not a handle of this version; expected what "
                                        "get_reconfigure_handle returned on a member"};
   }
-  *address = {fields[2], fields[3], fields[4]};
+  *address = {static_cast<int>(std::strtol(fields[1].c_str(), nullptr, 10)), fields[2], fields[3],
+              fields[4]};
   return {};
 }
 
 Status Endpoint::open(int initial_rank, Endpoint* endpoint) {
   Endpoint made;
-  made.address_ = {host_name(), "torch_gpumode-" + os::random_hex(8), os::random_hex(16)};
+  made.address_ = {initial_rank, host_name(), "torch_gpumode-" + os::random_hex(8),
+                   os::random_hex(16)};
   if (Status s = os::listen_local(made.address_.socket, &made.listener_); !s.ok()) return s;
   char rank[16];
   std::snprintf(rank, sizeof(rank), "%08d", initial_rank);
@@ -79,6 +82,11 @@ Status Endpoint::check(const std::string& handle) {
   return {Code::InvalidArgument, "handles: \"" + handle.substr(0, 80) +
                                      "\" is of another host or network namespace; this engine "
                                      "connects ranks of one host"};
+}
+
+int Endpoint::initial_rank(const std::string& handle) {
+  Address address;
+  return Address::parse(handle, &address).ok() ? address.initial_rank : -1;
 }
 
 bool Endpoint::reachable(const std::string& handle) {

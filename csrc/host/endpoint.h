@@ -22,6 +22,7 @@ struct Link {
 
 // A handle, taken apart. It is text that went through a store, so nothing in it is trusted.
 struct Address {
+  int initial_rank = -1;
   std::string host;    // of the running kernel and its network namespace
   std::string socket;  // name in the abstract namespace
   std::string token;   // known to those who read the handle; a connection must show it
@@ -36,6 +37,8 @@ class Endpoint {
   static Status open(int initial_rank, Endpoint* endpoint);
 
   const std::string& handle() const { return handle_; }
+  // -1 if it is no handle.
+  static int initial_rank(const std::string& handle);
   // False if nobody listens behind the handle any more: its process is dead, or its group
   // destroyed. Each call costs the other side a descriptor until it connects to a membership the
   // next time.

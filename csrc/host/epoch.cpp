@@ -35,7 +35,7 @@ void ring(Bell& b) {
 Epoch::Epoch(int rank, int size)
     : rank_(rank),
       size_(size),
-      gone_(new std::atomic<bool>[static_cast<size_t>(size)]()),
+      presence_(new std::atomic<Presence>[static_cast<size_t>(size)]()),
       seen_(static_cast<size_t>(size)) {}
 
 Status Epoch::join(Endpoint& endpoint, const Membership& membership, int rank, TimePoint deadline,
@@ -54,9 +54,9 @@ Status Epoch::join(Endpoint& endpoint, const Membership& membership, int rank, T
     const Link& link = made->links_[q];
     if (q == rank) continue;
     Epoch* self = made.get();
-    made->watches_.push_back(
-        PeerWatch::instance().add(link.socket.get(), link.pidfd.get(), link.life, [self, q] {
-          self->gone_[q].store(true, std::memory_order_release);
+    made->watches_.push_back(PeerWatch::instance().add(
+        link.socket.get(), link.pidfd.get(), link.life, [self, q](Presence now) {
+          self->presence_[q].store(now, std::memory_order_release);
           self->wake();
         }));
   }
@@ -90,6 +90,16 @@ bool Epoch::entered(int rank, uint64_t seq, Signature* signature) const {
   if (entry.step.load(std::memory_order_acquire) != seq) return false;
   if (signature != nullptr) *signature = entry.signature;
   return true;
+}
+
+// As when an op is entered (Meeting): nobody can go on before the last one is done, so only that
+// one wakes the others.
+void Epoch::announce_done(uint64_t seq) {
+  mine_.header().done.store(seq, std::memory_order_seq_cst);
+  for (int q = 0; q < size_; ++q) {
+    if (!done(q, seq)) return changed_quietly();
+  }
+  changed();
 }
 
 void Epoch::announce_failure(const Status& why, uint64_t first_unfinished) {

@@ -22,11 +22,15 @@ class Epoch : public Channel {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   TimePoint now() const override { return Clock::now(); }
-  bool alive(int rank) const override {
-    return !gone_[static_cast<size_t>(rank)].load(std::memory_order_acquire);
+  Presence presence(int rank) const override {
+    return presence_[static_cast<size_t>(rank)].load(std::memory_order_acquire);
   }
   void announce(uint64_t seq, const Signature& signature) override;
   bool entered(int rank, uint64_t seq, Signature* signature) const override;
+  void announce_done(uint64_t seq) override;
+  bool done(int rank, uint64_t seq) const override {
+    return of(rank).header().done.load(std::memory_order_seq_cst) >= seq;
+  }
   void announce_failure(const Status& why, uint64_t first_unfinished) override;
   bool failed(int rank, Status* why, uint64_t* first_unfinished) const override;
 
@@ -62,7 +66,7 @@ class Epoch : public Channel {
   os::SharedMemory my_bell_;
   std::vector<Link> links_;
   std::vector<uint64_t> watches_;
-  std::unique_ptr<std::atomic<bool>[]> gone_;
+  std::unique_ptr<std::atomic<Presence>[]> presence_;
   std::atomic<uint64_t> local_events_{0};
   std::vector<uint64_t> seen_;
   uint64_t seen_local_ = 0;

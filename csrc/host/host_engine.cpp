@@ -26,6 +26,10 @@ class HostEngine : public Engine {
 
   Channel* channel() override { return epoch_.get(); }
   std::string handle() const override { return endpoint_.handle(); }
+  bool reachable(const std::string& handle) const override { return Endpoint::reachable(handle); }
+  int initial_rank(const std::string& handle) const override {
+    return Endpoint::initial_rank(handle);
+  }
 
   Status start(const Tag& tag, std::vector<OpDesc> parts, Lane lane) override;
   bool poll(std::vector<Completion>* finished) override;

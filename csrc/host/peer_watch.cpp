@@ -14,6 +14,12 @@
 #include "core/os/thread.h"
 
 namespace gpumode::host {
+namespace {
+
+// Marks the events of pidfds.
+constexpr uint64_t kProcess = uint64_t{1} << 63;
+
+}  // namespace
 
 // Lives until the process ends: the thread is detached, and peers may be watched by objects that
 // are destroyed at exit. A forked child starts with a new one, since threads do not survive a fork.
@@ -21,7 +27,7 @@ struct PeerWatch::State {
   struct Watched {
     int socket, pidfd;
     uint64_t life;  // 0: none
-    std::function<void()> on_gone;
+    std::function<void(Presence)> on_gone;
   };
 
   State() : epoll(::epoll_create1(EPOLL_CLOEXEC), true) {
@@ -42,7 +48,7 @@ struct PeerWatch::State {
   }
 
   // The first sign of death counts; later ones find nothing.
-  void gone(uint64_t id) {
+  void gone(uint64_t id, Presence how) {
     // The callback runs under the lock, so that remove() can promise that it is over.
     std::lock_guard<std::mutex> lock(mutex);
     auto it = peers.find(id);
@@ -50,14 +56,17 @@ struct PeerWatch::State {
     unwatch(it->second);
     auto on_gone = std::move(it->second.on_gone);
     peers.erase(it);
-    on_gone();
+    on_gone(how);
   }
 
   void run() {
     epoll_event events[16];
     for (;;) {
       const int n = ::epoll_wait(epoll.get(), events, 16, -1);
-      for (int i = 0; i < n; ++i) gone(events[i].data.u64);
+      for (int i = 0; i < n; ++i) {
+        const uint64_t id = events[i].data.u64;
+        gone(id & ~kProcess, (id & kProcess) != 0 ? Presence::Dead : Presence::Left);
+      }
     }
   }
 
@@ -93,16 +102,17 @@ PeerWatch::State& PeerWatch::state() {
 }
 
 uint64_t PeerWatch::add(int socket, int pidfd, const os::SharedMemory& life,
-                        std::function<void()> on_gone) {
+                        std::function<void(Presence)> on_gone) {
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   const uint64_t id = s.next_id++;
   uint64_t life_id = 0;
-  if (life) life_id = os::ProcessLife::instance().watch(life, [&s, id] { s.gone(id); });
+  if (life)
+    life_id = os::ProcessLife::instance().watch(life, [&s, id] { s.gone(id, Presence::Dead); });
   s.peers[id] = {socket, pidfd, life_id, std::move(on_gone)};
   // Nothing is ever sent on the socket once it is watched: readable means closed.
   s.watch(socket, EPOLLIN | EPOLLRDHUP, id);
-  if (pidfd >= 0) s.watch(pidfd, EPOLLIN, id);
+  if (pidfd >= 0) s.watch(pidfd, EPOLLIN, id | kProcess);
   return id;
 }
 

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 
+#include "core/channel.h"
 #include "core/os/shared_memory.h"
 
 namespace gpumode::host {
@@ -16,9 +17,11 @@ class PeerWatch {
  public:
   static PeerWatch& instance();
 
-  // Calls `on_gone` once, from a thread of ours, when `socket` closes, or `pidfd` or `life` (either
-  // may be empty) says that the process died. All stay the caller's until remove() has returned.
-  uint64_t add(int socket, int pidfd, const os::SharedMemory& life, std::function<void()> on_gone);
+  // Calls `on_gone` once, from a thread of ours: with Dead when `pidfd` or `life` (either may be
+  // empty) says that the process died, with Left when `socket` closes. All stay the caller's until
+  // remove() has returned.
+  uint64_t add(int socket, int pidfd, const os::SharedMemory& life,
+               std::function<void(Presence)> on_gone);
   // On return the callback does not run and will not.
   void remove(uint64_t id);
 

@@ -53,6 +53,8 @@ struct Header {
   alignas(kCacheLine) std::atomic<uint32_t> sleeping;
   // Rounds published so far in this epoch, per ring.
   alignas(kCacheLine) std::atomic<uint64_t> published[kNumRings];
+  // The last op that commits and that the owner is done with.
+  alignas(kCacheLine) std::atomic<uint64_t> done;
   alignas(kCacheLine) Failure failure;
 };
 

@@ -21,12 +21,14 @@ bool TwoPhase::pays(const Epoch& epoch, size_t nbytes) {
   return nbytes * static_cast<size_t>(epoch.size() - 1) > kDirectReadBytes;
 }
 
-TwoPhase::TwoPhase(const Context& context, const Reduction& reduction, Buffer buffer, int root)
+TwoPhase::TwoPhase(const Context& context, const Reduction& reduction, const Buffer& input,
+                   const Buffer& output, int root)
     : epoch_(context.epoch),
       rounds_(context.rounds),
       reduction_(reduction),
-      data_(static_cast<std::byte*>(buffer.data)),
-      nbytes_(buffer.nbytes),
+      input_(static_cast<const std::byte*>(input.data)),
+      output_(static_cast<std::byte*>(output.data)),
+      nbytes_(output.nbytes),
       root_(root),
       meeting_(context),
       collected_(static_cast<size_t>(epoch_.size())),
@@ -109,7 +111,7 @@ bool TwoPhase::contribute() {
   for (int q = 0; q < epoch_.size(); ++q) {
     if (q == me) continue;
     const Piece p = piece(q, contributed_);
-    std::memcpy(slot + contribution_offset(me, q), data_ + p.offset, p.nbytes);
+    std::memcpy(slot + contribution_offset(me, q), input_ + p.offset, p.nbytes);
   }
   publish(kContributions, contributed_++);
   epoch_.changed();
@@ -124,7 +126,7 @@ bool TwoPhase::reduce_own() {
   const Piece p = piece(me, round);
   for (int q = 0; q < epoch_.size(); ++q) {
     if (q == me) {
-      sources_[q] = data_ + p.offset;
+      sources_[q] = input_ + p.offset;
       continue;
     }
     if (!has_published(q, kContributions, round)) return false;
@@ -133,9 +135,9 @@ bool TwoPhase::reduce_own() {
   }
   std::byte* slot = epoch_.mine().slot(kResults, base(me, kResults) + round);
   if (root_ == kEverybody) {
-    reduce(reduction_, sources_.data(), epoch_.size(), p.nbytes, data_ + p.offset, slot);
+    reduce(reduction_, sources_.data(), epoch_.size(), p.nbytes, output_ + p.offset, slot);
   } else {
-    std::byte* dst = root_ == me ? data_ + p.offset : slot;
+    std::byte* dst = root_ == me ? output_ + p.offset : slot;
     reduce(reduction_, sources_.data(), epoch_.size(), p.nbytes, dst, nullptr);
   }
   for (int q = 0; q < epoch_.size(); ++q) {
@@ -161,7 +163,7 @@ bool TwoPhase::collect() {
     if (!has_published(q, kResults, round)) continue;
     if (receives()) {
       const Piece p = piece(q, round);
-      std::memcpy(data_ + p.offset, epoch_.of(q).slot(kResults, base(q, kResults) + round),
+      std::memcpy(output_ + p.offset, epoch_.of(q).slot(kResults, base(q, kResults) + round),
                   p.nbytes);
     }
     consume(q, kResults, round);

@@ -22,8 +22,9 @@ class TwoPhase : public Task {
   // all members.
   static bool pays(const Epoch& epoch, size_t nbytes);
 
-  TwoPhase(const Context& context, const Reduction& reduction, Buffer buffer,
-           int root = kEverybody);
+  // `input` and `output` are the same memory, or do not overlap.
+  TwoPhase(const Context& context, const Reduction& reduction, const Buffer& input,
+           const Buffer& output, int root = kEverybody);
 
   bool step() override;
   std::vector<int> waiting_for() const override;
@@ -49,7 +50,8 @@ class TwoPhase : public Task {
   Epoch& epoch_;
   Rounds& rounds_;
   const Reduction reduction_;
-  std::byte* const data_;
+  const std::byte* const input_;
+  std::byte* const output_;
   const size_t nbytes_;
   const int root_;
   Meeting meeting_;

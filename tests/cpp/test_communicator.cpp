@@ -274,7 +274,7 @@ TEST(Communicator, AnOpOutlivesItsCommunicator) {
   group.members[0].reset();
   ASSERT_TRUE(op->done());
   EXPECT_EQ(op->status().code, Code::Aborted);
-  EXPECT_EQ(learn(&group[1]).message, "the group was destroyed (from rank 0)");
+  EXPECT_EQ(learn(&group[1]).message, "rank 0 left the group with ops in flight");
 }
 
 TEST(Communicator, LeavingAnIdleGroupIsSilent) {

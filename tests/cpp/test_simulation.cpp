@@ -101,6 +101,7 @@ class Schedule {
     options.seed = seed;
     options.detection_delay = draw_time(milliseconds(20));
     options.max_op_delay = draw_time(milliseconds(5));
+    if (draw(2)) options.max_word_delay = draw_time(milliseconds(5));
     return options;
   }
   static Communicator::Options communicator_options() {

@@ -18,17 +18,16 @@ from torch_gpumode.distributed import exceptions
 
 C = _extension.load()
 
-_EXCEPTION_TYPES = {
-    "Aborted": exceptions.CollectiveAborted,
-    "Timeout": exceptions.CollectiveTimeout,
-    "PeerLost": exceptions.PeerLost,
-    "Mismatch": exceptions.CollectiveMismatch,
-    "WorldTooSmall": exceptions.WorldTooSmall,
-    "InvalidArgument": ValueError,
-    "Internal": DistBackendError,
-}
-for _code, _type in _EXCEPTION_TYPES.items():
-    C.set_exception_type(_code, _type)
+for _type in (
+    exceptions.CollectiveAborted,
+    exceptions.CollectiveTimeout,
+    exceptions.PeerLost,
+    exceptions.CollectiveMismatch,
+    exceptions.WorldTooSmall,
+    ValueError,
+    DistBackendError,
+):
+    C.set_exception_type(_type.__name__, _type)
 
 # For those who have just left C++, to take the GIL: some of Python's switch intervals of 5 ms.
 _TIME_FOR_GIL_S = 0.02

@@ -155,7 +155,7 @@ def remember_members(
     """
     tables = distributed_c10d._world.pg_group_ranks
     before = tables[pg]
-    assert isinstance(before, _RankTable), "rebuilding() has made it one"
+    assert isinstance(before, _RankTable), "make_rebuildable() has made it one"
     rank_to_global = {rank: each for each, rank in before.items()}
     known = {handle: rank_to_global.get(rank, -1) for rank, handle in enumerate(before.handles)}
     global_ranks = [
@@ -206,9 +206,8 @@ def set_as_default(device: str) -> None:
     dist.Backend.default_device_backend_map[device] = "gpumode"
 
 
-@contextmanager
-def rebuilding(pg: dist.ProcessGroup, backend: Any) -> Iterator[None]:
-    """Refuses groups that cannot be rebuilt, or not now, and cleans up after a failure."""
+def make_rebuildable(pg: dist.ProcessGroup, backend: Any) -> None:
+    """Refuses groups that cannot be rebuilt; of others the table of ranks knows the members."""
     if any(hasattr(pg._get_backend(device), "wrapped_pg") for device in pg._device_types):
         raise RuntimeError(
             "TORCH_DISTRIBUTED_DEBUG=DETAIL wraps every group in one that cannot be rebuilt; use "
@@ -219,6 +218,15 @@ def rebuilding(pg: dist.ProcessGroup, backend: Any) -> Iterator[None]:
             f"the group is {dist.get_backend_config(pg)}, and only gpumode can be rebuilt: make a "
             "new group, or next time one group for each backend"
         )
+    tables = distributed_c10d._world.pg_group_ranks
+    if not isinstance(tables[pg], _RankTable):
+        tables[pg] = _RankTable(tables[pg], backend.members())
+
+
+@contextmanager
+def rebuilding(pg: dist.ProcessGroup, backend: Any) -> Iterator[None]:
+    """Refuses groups that cannot be rebuilt, or not now, and cleans up after a failure."""
+    make_rebuildable(pg, backend)
     with _being_rebuilt_lock:
         if pg in _being_rebuilt:  # two threads would both speak for this rank
             raise RuntimeError(
@@ -226,9 +234,6 @@ def rebuilding(pg: dist.ProcessGroup, backend: Any) -> Iterator[None]:
             )
         _being_rebuilt.add(pg)
     try:
-        tables = distributed_c10d._world.pg_group_ranks
-        if not isinstance(tables[pg], _RankTable):
-            tables[pg] = _RankTable(tables[pg], backend.members())
         # torch ends no coalescing block that an exception has left, and would put all later
         # collectives into it. A block of another thread may be alive, though.
         if not backend.coalesces_elsewhere():

@@ -32,7 +32,7 @@ class _CollectiveError(DistBackendError):
 
 
 class CollectiveAborted(_CollectiveError):
-    """Some rank called abort, shut its group down or rebuilt it while the op was in flight."""
+    """Some rank called abort or rebuilt the group, or this one destroyed it, under the op."""
 
 
 class CollectiveTimeout(_CollectiveError):
