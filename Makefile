@@ -1,7 +1,8 @@
 # make            builds torch_gpumode and installs it, editable
-# make demo       trains a small GPT on 4 CPU ranks, kills one, and goes on
+# make demo       trains a small GPT on 4 CPU ranks, kills two, and goes on
 # make test       everything that CI runs
 # make contract   all that people compose on torch.distributed, also what takes too long for CI
+# make storm      1,000 ranks killed and frozen while ops are retried, 10 minutes
 # make wheel      a CUDA wheel for sm_90a in dist/, on any machine with nvcc: PYTHON=, TORCH=
 # make lint       ruff, mypy, clang-format, clang-tidy        make format     applies the formatters
 # make clean      removes what was built
@@ -44,7 +45,7 @@ sources := $(shell find csrc -name "*.cpp" -o -name "*.cu" -o -name "*.h")
 cxx_files := $(sources) $(wildcard tests/cpp/*.cpp tests/cpp/*.h)
 
 .PHONY: install demo test lint format wheel clean environment
-.PHONY: test-cpp test-cuda test-python test-wheel contract
+.PHONY: test-cpp test-cuda test-model test-python test-wheel contract storm
 
 install: $(stamps)/built
 
@@ -78,9 +79,9 @@ $(stamps)/%: $(stamps)/built pyproject.toml
 
 demo: $(stamps)/demo
 	$(PY) -m torch.distributed.run --nproc-per-node=4 -m torch_gpumode.run \
-	  examples/train_through_failure.py
+	  examples/train_through_failure.py --kills 2
 
-test: lint test-cpp test-cuda test-python test-wheel
+test: lint test-cpp test-cuda test-model test-python test-wheel
 
 lint: $(stamps)/lint
 	$(PY) -m ruff check .
@@ -110,6 +111,11 @@ test-cuda:
 	  done; done; \
 	else echo "SKIPPED the compilation of the .cu files: there is no nvcc"; fi
 
+# The commit protocol, by Spin.
+test-model: $(torch_there)
+	@if command -v spin > /dev/null; then $(PY) tests/model/check.py; \
+	else echo "SKIPPED the model of the commit protocol: there is no spin"; fi
+
 test-python: $(stamps)/test $(stamps)/demo
 	$(PY) -m pytest
 
@@ -117,6 +123,9 @@ test-python: $(stamps)/test $(stamps)/demo
 contract: $(stamps)/test
 	$(PY) -m pytest -m "long or not long" tests/contract tests/composition \
 	  tests/test_torch_distributed.py
+
+storm: $(stamps)/test
+	$(PY) tests/fault/test_storm.py --kills 1000
 
 # The wheel's environment is outside the checkout, so that a new checkout finds it.
 wheel_venv := $(CACHE)/wheel-$(shell echo $(PYTHON) $(TORCH) | cksum | cut -d " " -f 1)
