@@ -1,17 +1,19 @@
-"""Train a small GPT on 4 ranks, kill one in the middle of a backward pass, and train on.
+"""Train a small GPT on 4 ranks, kill some of them in their backward passes, and train on.
 
-    torchrun --nproc-per-node=4 -m torch_gpumode.run examples/train_through_failure.py
+    torchrun --nproc-per-node=4 -m torch_gpumode.run examples/train_through_failure.py --kills 2
 
-The data are the bytes of Python's own standard library. At a third of the run one rank kills
-itself with SIGKILL while gradients are being averaged. On the others `backward()` raises, they
-rebuild the group without the dead rank, make sure that they hold the same state, and redo the
-step. What that takes is in `agree_on_state` and the loop of `train`; the rest is ordinary DDP.
+The data are the bytes of Python's own standard library. Gradients are averaged by retried ops: when
+a rank is lost, the others agree who is left and average again without it, and `backward()` returns
+as if nothing had happened. All that this takes is `average_gradients`, eight lines; the rest is
+ordinary DDP. `--kills 0` is the same run undisturbed.
 """
 
 import argparse
 import hashlib
+import json
 import math
 import os
+import random
 import signal
 import statistics
 import sysconfig
@@ -23,16 +25,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 from tqdm import tqdm
 
-import torch_gpumode.distributed
+import torch_gpumode.distributed as gd
 
 CONTEXT = 128  # bytes that the model sees
-BATCH = 4  # windows per rank and step
+BATCH = 12  # windows per step; those who are left share them
 WIDTH, DEPTH, HEADS = 192, 3, 6
 PEAK_LR, WARMUP_STEPS = 2e-3, 30
-KILLED_RANK = 1
 
 
 class Block(nn.Module):
@@ -112,12 +114,88 @@ def learning_rate(step: int, steps: int) -> float:
 
 @dataclass
 class Log:
-    """What happened: losses in nats per byte, moments in seconds of the host's monotonic clock."""
+    """What happened; moments in seconds of the host's monotonic clock."""
 
-    losses: dict[int, float] = field(default_factory=dict)  # by step, mean over ranks
+    losses: dict[int, float] = field(default_factory=dict)  # by step, nats per byte
     validation: dict[int, float] = field(default_factory=dict)
-    errors: list[str] = field(default_factory=list)
-    moments: dict[str, float] = field(default_factory=dict)
+    went_on: dict[int, float] = field(default_factory=dict)  # by how many are left: the moment
+    kills: list[int] = field(default_factory=list)  # steps
+
+
+def average_gradients(log: Log, bucket: dist.GradBucket) -> Future[Tensor]:
+    """DDP's hook for each bucket of gradients: the mean over all ranks that are left."""
+    ranks = dist.get_world_size()
+    gd.all_reduce(bucket.buffer(), dist.ReduceOp.AVG)
+    if dist.get_world_size() < ranks:
+        log.went_on[dist.get_world_size()] = time.monotonic()
+    done: Future[Tensor] = Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def my_share(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """What this rank does of a batch that is the same on all."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return inputs[rank::ranks], targets[rank::ranks]
+
+
+def train_step(model: DDP, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> float:
+    """One step on all ranks; their mean loss."""
+    optimizer.zero_grad()
+    loss = loss_of(model, *my_share(*batch))
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    mean_loss = loss.detach()
+    gd.all_reduce(mean_loss, dist.ReduceOp.AVG)
+    return mean_loss.item()
+
+
+def train(args: argparse.Namespace, store: dist.Store) -> tuple[DDP, torch.optim.Optimizer, Log]:
+    training, held_out = load_bytes()
+    torch.manual_seed(args.seed)
+    model = DDP(GPT(), bucket_cap_mb=1)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
+    log = Log()
+    model.register_comm_hook(log, average_gradients)
+    validate_every = max(1, args.steps // 12)
+    victims = plan_kills(args, dist.get_world_size())
+    log.kills = sorted(victims)
+    name = dist.get_rank()  # stays, when ranks change
+
+    bar = tqdm(total=args.steps, unit="step", disable=dist.get_rank() != 0)
+    for step in range(args.steps):
+        if victims.get(step) == name:
+            kill_in_backward(model, store, step)
+        optimizer.param_groups[0]["lr"] = learning_rate(step, args.steps)
+        batch = sample(training, args.seed * 1_000_000 + step, BATCH)
+        log.losses[step] = train_step(model, optimizer, batch)
+        if dist.get_rank() == 0:  # of those who are left
+            if (step + 1) % validate_every == 0 or step + 1 == args.steps:
+                log.validation[step + 1] = validate(model.module, held_out)
+            bar.disable = False
+            bar.set_postfix(
+                ranks=dist.get_world_size(), loss=f"{log.losses[step]:.3f}", refresh=False
+            )
+            bar.update(step + 1 - bar.n)
+    bar.close()
+    return model, optimizer, log
+
+
+def plan_kills(args: argparse.Namespace, ranks: int) -> dict[int, int]:
+    """The victim of each step that has one; the same on all ranks."""
+    victims = random.Random(args.seed).sample(range(ranks), args.kills)
+    return {args.steps * (i + 1) // (args.kills + 1): rank for i, rank in enumerate(victims)}
+
+
+def kill_in_backward(model: DDP, store: dist.Store, step: int) -> None:
+    """This process ends in its next backward pass, when the last layers are averaged already."""
+
+    def kill(_: Tensor) -> None:
+        store.set(f"killed in step {step}", str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    model.module.blocks[DEPTH // 2].qkv.weight.register_hook(kill)
 
 
 def gather(tensor: Tensor) -> Tensor:
@@ -127,137 +205,39 @@ def gather(tensor: Tensor) -> Tensor:
     return torch.stack(out)
 
 
-def train_step(
-    model: DDP, optimizer: torch.optim.Optimizer, data: Tensor, step: int, steps: int
-) -> float:
-    """One step on all ranks; their mean loss. Nothing has changed if it raises."""
-    optimizer.param_groups[0]["lr"] = learning_rate(step, steps)
-    optimizer.zero_grad()
-    loss = loss_of(model, *sample(data, seed=step * 1000 + dist.get_rank(), batch=BATCH))
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    mean_loss = loss.detach() / dist.get_world_size()
-    dist.all_reduce(mean_loss)
-    optimizer.step()
-    return mean_loss.item()
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All tensors that ranks must agree on, in an order that is the same on all of them."""
-    tensors = [p.data for p in model.parameters()]
-    for p in model.parameters():
-        tensors += [value for _, value in sorted(optimizer.state[p].items())]
-    return tensors
-
-
-def fingerprint(tensors: list[Tensor]) -> Tensor:
-    """SHA-256 of the tensors' bits, [32]."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    return torch.tensor(list(digest.digest()), dtype=torch.uint8)
-
-
-def agree_on_state(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> int:
-    """Bring all ranks to the same state after a failure; the number of steps that it has done.
-
-    A rank may have finished a step whose last collective failed on another. That one takes the
-    whole state from the one that is ahead; by more than one step nobody can be.
-    """
-    steps = gather(torch.tensor(step)).tolist()
-    if min(steps) < max(steps):
-        state = state_of(model, optimizer)
-        received = [tensor.clone() for tensor in state]  # whole or not at all
-        for tensor in received:
-            dist.broadcast(tensor, src=steps.index(max(steps)))
-        for tensor, new in zip(state, received, strict=True):
-            tensor.copy_(new)
-    check_identical(model, optimizer)
-    return max(steps)
-
-
 def check_identical(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Compares the ranks' states bit by bit; their common fingerprint."""
-    fingerprints = gather(fingerprint(state_of(model, optimizer)))
+    """Compares the ranks' parameters and optimizer states bit by bit; their common SHA-256."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        state = [value for _, value in sorted(optimizer.state[parameter].items())]
+        for tensor in [parameter.data, *state]:
+            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    fingerprints = gather(torch.tensor(list(digest.digest()), dtype=torch.uint8))
     if not (fingerprints == fingerprints[0]).all():
         raise RuntimeError("ranks hold different parameters or optimizer states")
-    return bytes(fingerprints[0].tolist()).hex()
+    return digest.hexdigest()
 
 
-def train(args: argparse.Namespace, store: dist.Store) -> tuple[DDP, torch.optim.Optimizer, Log]:
-    training, held_out = load_bytes()
-    torch.manual_seed(0)
-    model = DDP(GPT(), bucket_cap_mb=1)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
-    log = Log()
-    validate_every = max(1, args.steps // 12)
-    killed_rank_is_me = dist.get_rank() == KILLED_RANK
-
-    step, recovering = 0, False
-    bar = tqdm(total=args.steps, unit="step", disable=dist.get_rank() != 0)
-    while step < args.steps:
-        if step == args.kill_at and killed_rank_is_me:
-            kill_in_backward(model, store)
-        try:
-            if recovering:
-                torch_gpumode.distributed.rebuild()
-                log.moments.setdefault("group rebuilt", time.monotonic())
-                step = agree_on_state(model, optimizer, step)
-            loss = train_step(model, optimizer, training, step, args.steps)
-        except torch_gpumode.distributed.WorldTooSmall:
-            raise  # the others went on without this rank, or too few are left
-        except dist.DistBackendError as error:
-            log.moments.setdefault("exception", time.monotonic())
-            log.errors.append(type(error).__name__)
-            recovering = True
-            continue
-        if recovering:
-            log.moments.setdefault("next good step", time.monotonic())
-            recovering = False
-        log.losses[step] = loss
-        step += 1
-        if dist.get_rank() == 0:  # of those who are left
-            if step % validate_every == 0 or step == args.steps:
-                log.validation[step] = validate(model.module, held_out)
-            bar.disable = False
-            bar.set_postfix(ranks=dist.get_world_size(), loss=f"{loss:.3f}", refresh=False)
-            bar.update(step - bar.n)
-    bar.close()
-    return model, optimizer, log
-
-
-def kill_in_backward(model: DDP, store: dist.Store) -> None:
-    """This process ends in its next backward pass, with gradients of the last layers in flight."""
-
-    def kill(_: Tensor) -> None:
-        store.set("killed at", str(time.monotonic()))
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    model.module.blocks[DEPTH // 2].qkv.weight.register_hook(kill)
-
-
-def report(args: argparse.Namespace, store: dist.Store, log: Log, state: str, rank: int) -> None:
-    """Tell what happened; `rank` is the one from before the kill. Collective."""
-    killed_at = float(store.get("killed at")) if args.kill else 0.0
-    events = list(log.moments)
-    after_ms = torch.tensor([rank, *(1e3 * (t - killed_at) for t in log.moments.values())])
-    table = gather(after_ms)
+def report(args: argparse.Namespace, store: dist.Store, log: Log, state: str) -> None:
+    """Tell what happened. Collective."""
+    table = gather(torch.tensor([log.went_on[left] for left in sorted(log.went_on)][::-1]).double())
     if dist.get_rank() != 0:
         return
     first, last = log.losses[0], log.validation[args.steps]
-    print(f"loss {first:.2f} -> {last:.2f} nats/byte, the latter on held-out files")
-    if args.kill:
-        print(f"rank {KILLED_RANK} killed in step {args.kill_at}; ms after the kill:")
-        print("  rank" + "".join(f"{event:>17}" for event in events))
-        for row in table.tolist():
-            print(f"  {row[0]:4.0f}" + "".join(f"{ms:17.1f}" for ms in row[1:]))
-        print(f"backward() raised {log.errors[0]}")
+    print(f"loss {first:.2f} -> {last:.3f} nats/byte, the latter on held-out files")
+    killed = [float(store.get(f"killed in step {step}")) for step in log.kills]
+    worst = [max(column) for column in table.T.tolist()]
+    for step, before, after in zip(log.kills, killed, worst, strict=True):
+        ms = 1e3 * (after - before)
+        print(f"a rank killed in step {step}: the others had their next average {ms:.0f} ms later")
     print(f"{len(table)} ranks hold bit-identical parameters and optimizer states: {state[:16]}")
-    plot(args, log, len(table), table[:, -1].max().item())
+    curves = {"losses": log.losses, "validation": log.validation, "kills": log.kills}
+    args.out.with_suffix(".json").write_text(json.dumps(curves))
+    plot(args, log, len(table))
     print(f"loss curve: {args.out}")
 
 
-def plot(args: argparse.Namespace, log: Log, ranks: int, resumed_ms: float) -> None:
+def plot(args: argparse.Namespace, log: Log, ranks: int) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -273,47 +253,58 @@ def plot(args: argparse.Namespace, log: Log, ranks: int, resumed_ms: float) -> N
     axes.plot(steps, smooth, color="#08519c", linewidth=2, label="training, smoothed")
     val_steps, val_losses = zip(*log.validation.items(), strict=True)
     axes.plot(val_steps, val_losses, "o", color="#e6550d", label="held-out files", clip_on=False)
-    if args.kill:
-        axes.axvline(args.kill_at, color="#a50f15", linestyle="--", linewidth=1.2)
+    if args.beside is not None:
+        other = json.loads(args.beside.read_text())["validation"]
+        axes.plot(
+            [int(step) for step in other],
+            list(other.values()),
+            "x",
+            color="#31a354",
+            label=f"held-out files, {args.beside.stem}",
+        )
+    for i, step in enumerate(log.kills):
+        axes.axvline(step, color="#a50f15", linestyle="--", linewidth=1.2)
         axes.annotate(
-            f"rank {KILLED_RANK} of {ranks + 1} killed,\nnext step done {resumed_ms:.0f} ms later",
-            (args.kill_at, 0.86),
+            f"{ranks + len(log.kills) - i - 1} ranks left",
+            (step, 0.86),
             (8, 0),
             xycoords=("data", "axes fraction"),
             textcoords="offset points",
             color="#a50f15",
         )
     axes.set(xlabel="step", ylabel="loss (nats per byte)", xlim=(0, len(losses)))
-    axes.set_title("A byte-level GPT that outlives one of its ranks")
+    axes.set_title("A byte-level GPT that outlives some of its ranks")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     figure.savefig(args.out, dpi=150)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(ranks: int) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--kill-at", type=int, help="step of the kill (default: a third of them)")
-    parser.add_argument("--no-kill", dest="kill", action="store_false")
-    parser.add_argument("--out", type=Path, default=Path("train_through_failure.png"))
+    parser.add_argument("--kills", type=int, default=1, help="how many ranks are killed")
+    parser.add_argument("--seed", type=int, default=0, help="of model, data and victims")
+    parser.add_argument(
+        "--out", type=Path, default=Path("train_through_failure.png"), help="and .json beside it"
+    )
+    parser.add_argument("--beside", type=Path, help="the .json of another run, to compare with")
     args = parser.parse_args()
-    args.kill_at = args.steps // 3 if args.kill_at is None else args.kill_at
-    if args.kill and not 2 <= args.kill_at < args.steps:
-        parser.error("--kill-at must be 2 or more and below --steps")
-    if not args.kill:
-        args.kill_at = -1
+    if not 0 <= args.kills < ranks:
+        parser.error(f"--kills must be 0 or more and below the number of ranks, {ranks}")
+    if args.steps < 2 * (args.kills + 1):
+        parser.error("--steps must be twice --kills and 2 or more")
     return args
 
 
 def main() -> None:
-    args = parse_args()
     torch.set_num_threads(1)  # ranks share the cores
     store, rank, world_size = next(dist.rendezvous("env://"))
+    args = parse_args(world_size)
     dist.init_process_group("gpumode", store=store, rank=rank, world_size=world_size)
     model, optimizer, log = train(args, store)
     state = check_identical(model, optimizer)
-    report(args, store, log, state, rank)
+    report(args, store, log, state)
     dist.destroy_process_group()
 
 
