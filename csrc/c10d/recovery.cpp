@@ -21,7 +21,7 @@ TimePoint after(Duration timeout) { return Clock::now() + timeout; }
 
 Turn::Turn(std::shared_ptr<RecoveryState> state, c10::intrusive_ptr<::c10d::Store> store,
            TimePoint deadline)
-    : state_(std::move(state)), registry_(std::move(store), deadline - Clock::now() + kGrace) {
+    : state_(std::move(state)), registry_(std::move(store), deadline + kGrace) {
   const BlockingCall blocking;
   std::unique_lock<std::mutex> lock(state_->mutex);
   if (!state_->freed.wait_until(lock, deadline, [this] { return !state_->taken; })) {

@@ -12,7 +12,7 @@ std::string text(const BoundedStore::Bytes& bytes) { return {bytes.begin(), byte
 
 BoundedStore& StoreRegistry::store() {
   if (bounded_ == nullptr) {
-    bounded_ = std::make_unique<BoundedStore>(store_, timeout_);
+    bounded_ = std::make_unique<BoundedStore>(store_, answers_until_ - now());
   }
   return *bounded_;
 }

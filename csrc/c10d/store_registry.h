@@ -12,9 +12,8 @@ namespace gpumode {
 // The group's store, for a while.
 class StoreRegistry : public Registry {
  public:
-  // Answers until `timeout` from the first question.
-  StoreRegistry(c10::intrusive_ptr<::c10d::Store> store, Duration timeout)
-      : store_(std::move(store)), timeout_(timeout) {}
+  StoreRegistry(c10::intrusive_ptr<::c10d::Store> store, TimePoint answers_until)
+      : store_(std::move(store)), answers_until_(answers_until) {}
 
   TimePoint now() const override { return Clock::now(); }
   void sleep_until(TimePoint time) override;
@@ -26,7 +25,7 @@ class StoreRegistry : public Registry {
   BoundedStore& store();
 
   const c10::intrusive_ptr<::c10d::Store> store_;
-  const Duration timeout_;
+  const TimePoint answers_until_;
   std::unique_ptr<BoundedStore> bounded_;  // made when it is needed: it has a thread
 };
 

@@ -289,7 +289,7 @@ Succession::State Succession::build() {
     return State::Joined;
   }
   const TimePoint later = registry_->now();
-  if (later >= options_.deadline) return fail(not_built_);
+  if (later >= options_.deadline) return fail(too_late());
   report_.committed = 0;
   report_.complete = false;
   set_open(report_.open != 0);

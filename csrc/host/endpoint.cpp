@@ -156,7 +156,7 @@ class Handshake {
   // A connection of a member that is not ready has ended: it is dead, or has given up this try.
   Status closed(int q) const {
     if (!Endpoint::reachable(membership_.handles[q])) return lost(q);
-    return {Code::Aborted, "rank " + std::to_string(q) + " gave up building the group"};
+    return {Code::Timeout, "rank " + std::to_string(q) + " gave up building the group", {q}};
   }
 
   Status timed_out() const {

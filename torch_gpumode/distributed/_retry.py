@@ -20,7 +20,7 @@ exactly is promised, and what is not, is in docs/commit-protocol.md. What all fu
 - `retry=False` calls torch's function.
 
 They raise, besides what torch's functions raise:
-    PeerLost: the root of the op is lost.
+    PeerLost: the root of the op is lost; the group goes on without it.
     CollectiveTimeout: there was no result within `timeout`.
     CollectiveAborted: `abort` was called, or another rank's program starts over: it called
         `rebuild`, and does not come back to this op.
@@ -31,7 +31,7 @@ They raise, besides what torch's functions raise:
         store is gone, too.
     ValueError: `timeout` or `min_size` is not positive, a tensor is sparse, ops are coalesced, or
         the group has no gpumode backend.
-After any but ValueError the group must be rebuilt.
+After any but ValueError and PeerLost the group must be rebuilt.
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ from torch_gpumode.distributed._groups import (
 from torch_gpumode.distributed._rebuild import check_min_size
 
 _Group = dist.ProcessGroup | None
+# torch 2.14 has new names for these two, and warns of the old ones.
+_all_gather_into_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _backends: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 
 
@@ -197,7 +200,7 @@ def all_gather_into_tensor(
 ) -> Outcome:
     """`torch.distributed.all_gather_into_tensor`; the parts of lost ranks stay as they were."""
     return _run(
-        lambda: dist.all_gather_into_tensor(output_tensor, input_tensor, group),
+        lambda: _all_gather_into_tensor(output_tensor, input_tensor, group),
         *(group, retry, timeout, min_size),
     )
 
@@ -267,7 +270,7 @@ def reduce_scatter_tensor(
 ) -> Outcome:
     """`torch.distributed.reduce_scatter_tensor`; what there is for lost ranks is dropped."""
     return _run(
-        lambda: dist.reduce_scatter_tensor(output, input, op, group),
+        lambda: _reduce_scatter_tensor(output, input, op, group),
         *(group, retry, timeout, min_size),
     )
 
