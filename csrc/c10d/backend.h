@@ -147,7 +147,8 @@ class Backend : public ::c10d::Backend {
                                             const int& rank, const int& size) override;
 
   // For a program that starts over: with those that are left, whoever they are.
-  std::unique_ptr<Rebuild> begin_rebuild(std::chrono::milliseconds timeout, int min_size);
+  std::unique_ptr<Rebuild> begin_rebuild(std::chrono::milliseconds timeout,
+                                         std::optional<int> min_size);
 
   std::string reconfigure_handle() const;
   // Joins the members named by `handles`, in the order of the ranks.

@@ -82,7 +82,7 @@ void bind_backend(py::module_& m) {
       .def(
           "retried",
           [](Backend& self, const py::function& call, std::optional<Milliseconds> timeout,
-             int min_size) {
+             std::optional<int> min_size) {
             RetryScope scope(&self, timeout ? to_duration(*timeout) : self.timeout(), min_size);
             call();
             py::tuple contributors(scope.contributors.size());

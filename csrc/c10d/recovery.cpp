@@ -38,7 +38,7 @@ Turn::~Turn() {
   state_->freed.notify_one();
 }
 
-RetryScope::RetryScope(Backend* backend, Duration timeout, int min_size)
+RetryScope::RetryScope(Backend* backend, Duration timeout, std::optional<int> min_size)
     : timeout(timeout), min_size(min_size), backend_(backend), outer_(innermost_scope) {
   innermost_scope = this;
 }
@@ -106,7 +106,8 @@ Backend::WorkPtr Backend::run_retried(Call call, RetryScope* scope) {
   return work;
 }
 
-std::unique_ptr<Rebuild> Backend::begin_rebuild(std::chrono::milliseconds timeout, int min_size) {
+std::unique_ptr<Rebuild> Backend::begin_rebuild(std::chrono::milliseconds timeout,
+                                                std::optional<int> min_size) {
   TORCH_CHECK(current_uuid_ >= 0, "the group has no members yet: call reconfigure() first");
   const auto why = "rank " + std::to_string(current_rank_) + " rebuilds the group";
   Succession::Options options;

@@ -47,7 +47,7 @@ class Turn {
 // While it lives, collectives of this thread on the backend are retried: see Retry.
 class RetryScope {
  public:
-  RetryScope(Backend* backend, Duration timeout, int min_size);
+  RetryScope(Backend* backend, Duration timeout, std::optional<int> min_size);
   ~RetryScope();
   RetryScope(const RetryScope&) = delete;
   RetryScope& operator=(const RetryScope&) = delete;
@@ -56,7 +56,7 @@ class RetryScope {
   static RetryScope* current(const Backend* backend);
 
   const Duration timeout;
-  const int min_size;
+  const std::optional<int> min_size;
   // Of the last collective that succeeded: see Retry. The ranks are those that the contributors had
   // when the group was made.
   std::vector<int> contributors;

@@ -32,7 +32,7 @@ class Retry {
  public:
   struct Options {
     TimePoint deadline{};
-    int min_size = 1;
+    std::optional<int> min_size;  // see Succession
     // Starts one attempt.
     std::function<std::shared_ptr<Op>(std::vector<OpDesc> parts, uint32_t attempt,
                                       Duration timeout)>

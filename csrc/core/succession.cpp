@@ -171,7 +171,7 @@ Succession::State Succession::look() {
   }
   const TimePoint now = registry_->now();
   if (now >= options_.deadline) return fail(too_late());
-  if (all_here() || now >= impatient_) {
+  if (num_late() == 0 || (now >= impatient_ && enough())) {
     phase_ = Phase::Propose;
     return State::Working;
   }
@@ -210,11 +210,20 @@ void Succession::look_for_deaths() {
   }
 }
 
-bool Succession::all_here() const {
+// Of how many it is not known whether they are dead, frozen, or only late.
+size_t Succession::num_late() const {
+  size_t num_late = 0;
   for (int r = 0; r < static_cast<int>(lineage_->current->handles.size()); ++r) {
-    if (reports_.count(r) == 0 && dead_.count(r) == 0) return false;
+    if (reports_.count(r) == 0 && dead_.count(r) == 0) ++num_late;
   }
-  return true;
+  return num_late;
+}
+
+// Whether those that have come may leave out the ones that are late. One that is early must not
+// shut out all the others.
+bool Succession::enough() const {
+  if (!options_.min_size) return reports_.size() >= num_late();
+  return reports_.size() >= static_cast<size_t>(*options_.min_size);
 }
 
 Status Succession::too_late() const {
@@ -224,6 +233,10 @@ Status Succession::too_late() const {
   }
   std::string text = "the time was up before the ranks that came, " + here + " of " +
                      std::to_string(lineage_->current->handles.size()) + ", could go on";
+  if (!enough()) {
+    text += options_.min_size ? ": min_size is " + std::to_string(*options_.min_size)
+                              : ": more are late, and may be alive";
+  }
   if (!not_built_.ok()) text += "; the last attempt: " + not_built_.message;
   return {Code::Timeout, text};
 }
@@ -273,9 +286,9 @@ Succession::State Succession::adopt(const std::string& text) {
 
 Succession::State Succession::build() {
   const auto size = static_cast<int>(lineage_->current->handles.size());
-  if (size < options_.min_size) {
+  if (options_.min_size && size < *options_.min_size) {
     return fail({Code::WorldTooSmall, std::to_string(size) + " ranks are left, and min_size is " +
-                                          std::to_string(options_.min_size)});
+                                          std::to_string(*options_.min_size)});
   }
   const TimePoint now = registry_->now();
   if (now >= options_.deadline) return fail(too_late());

@@ -67,13 +67,13 @@ struct Lineage {
 //   gpumode/after/<uuid>/report/<rank>   what the member says of its ops
 //   gpumode/after/<uuid>/decision        who goes on: the first proposal, whoever made it
 //
-// A member that sees the reports of all members that it does not know to be dead, or that has
-// waited long enough for them, proposes those that are there.
+// A member that sees the reports of all members that it does not know to be dead proposes those
+// that are there. So does one that has waited for long, if they are enough.
 class Succession {
  public:
   struct Options {
     TimePoint deadline{};
-    int min_size = 1;
+    std::optional<int> min_size;       // of the world to go on with; unset: see enough()
     std::function<void()> on_joining;  // called before a group is built
   };
   enum class State {
@@ -113,7 +113,8 @@ class Succession {
   std::string report_key(int rank) const { return key("report/" + std::to_string(rank)); }
   void look_for_reports();
   void look_for_deaths();
-  bool all_here() const;
+  size_t num_late() const;
+  bool enough() const;
   Status too_late() const;
 
   Communicator* const communicator_;

@@ -248,6 +248,8 @@ class Call:
 
     def __init__(self, plan: Plan, number: int, rank: int, callers: list[int]) -> None:
         self.op, self.rank, self.callers = plan.ops[number], rank, callers
+        # The keeper is to go on, however many are frozen.
+        self.min_size = 1 if plan.freezes else None
         own = functools.partial(values, plan, number, rank)
         if self.op.name == "all_gather_into_tensor":
             tensors = [poisoned(len(callers) * self.op.count, self.op.dtype), own()]
@@ -266,7 +268,8 @@ class Call:
             self.arguments = [dist.ReduceOp.AVG if self.op.average else dist.ReduceOp.SUM]
 
     def run(self) -> gd.Outcome:
-        return getattr(gd, self.op.name)(*self.tensors, *self.arguments)
+        call = getattr(gd, self.op.name)
+        return call(*self.tensors, *self.arguments, min_size=self.min_size)
 
     def unchanged(self) -> bool:
         return all(map(same_bits, self.tensors, self.before))

@@ -247,7 +247,7 @@ def settings(me: Rank) -> None:
         me.store().wait(["raised"])
         return
     backend._set_default_timeout(timedelta(seconds=1))  # what is set later counts, too
-    assert 0.3 < raises(gd.WorldTooSmall, min_size=2) < 2
+    assert 0.9 < raises(gd.CollectiveTimeout, min_size=2) < 2
     me.store().set("raised", "")
 
 
@@ -467,3 +467,31 @@ def test_store_freezes(tmp_path):
         pid, _ = ranks.heard(0), ranks.heard(2)
         os.kill(pid, signal.SIGCONT)
         ranks.join(lost=(1,))
+
+
+def early(me: Rank) -> None:
+    """Few do not leave out many that may be alive, unless they are told to."""
+    store = me.store("early")
+    if me.rank == 0:
+        assert 0.9 < raises(gd.CollectiveTimeout, timeout=timedelta(seconds=1)) < 2
+        with pytest.raises(gd.CollectiveTimeout, match="more are late, and may be alive"):
+            gd.rebuild(timeout=timedelta(seconds=1))
+        store.set("gave up", "")
+    else:
+        store.wait(["gave up"])
+    gd.rebuild()
+    check_group(3)
+    assert reduce(me, [0, 1, 2]) == ((0, 1, 2), 1)
+    if me.rank == 0:
+        x = value(0)
+        outcome = gd.all_reduce(x, timeout=timedelta(seconds=1), min_size=1)
+        assert outcome.contributors == (0,)
+        assert torch.equal(x, value(0))
+        store.set("went on", "")
+    else:
+        store.wait(["went on"])
+        raises(gd.WorldTooSmall)
+
+
+def test_few_do_not_leave_out_many(tmp_path):
+    run(early, 3, tmp_path)

@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 def rebuild(
     group: dist.ProcessGroup | None = None,
     timeout: timedelta | None = None,
-    min_size: int = 1,
+    min_size: int | None = None,
 ) -> None:
     """Rebuilds a group with the ranks that are left. Called by each of them after a failure.
 
@@ -38,11 +38,13 @@ def rebuild(
     Args:
         group: the default group if None.
         timeout: bounds the whole of it; the group's own if None.
-        min_size: the smallest world to go on with.
+        min_size: the smallest world to go on with. None: one rank is enough if all others are known
+            to be dead, but it takes half of those that may be alive to leave out the other half.
 
     Raises:
         WorldTooSmall: fewer than `min_size` ranks are left, or they went on without this one.
-        CollectiveTimeout: there was no agreement within `timeout`, or the store did not answer.
+        CollectiveTimeout: there was no agreement within `timeout`, too few ranks came to go on
+            without those that may be alive, or the store did not answer.
         torch.distributed.DistStoreError, torch.distributed.DistNetworkError: the store is gone.
         ValueError: `min_size` or `timeout` is not positive, or the group has no gpumode backend.
         RuntimeError: another thread rebuilds the group, or TORCH_DISTRIBUTED_DEBUG=DETAIL has put
@@ -70,6 +72,6 @@ def rebuild(
     )
 
 
-def check_min_size(min_size: int) -> None:
-    if min_size < 1:
+def check_min_size(min_size: int | None) -> None:
+    if min_size is not None and min_size < 1:
         raise ValueError(f"min_size: expected 1 or more, got {min_size}")

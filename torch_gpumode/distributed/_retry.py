@@ -16,12 +16,15 @@ exactly is promised, and what is not, is in docs/commit-protocol.md. What all fu
   for them is dropped, and an op whose root is lost raises.
 - `timeout` (the group's own if None) bounds all of it. One try may take half of what is left, and a
   rank that may be frozen is waited for, for a third of what is left then.
-- `min_size` is the smallest world to go on with; the same on all ranks.
+- `min_size` is the smallest world to go on with; the same on all ranks. None: one rank is enough if
+  all others are known to be dead, but it takes half of those that may be alive to leave out the
+  other half.
 - `retry=False` calls torch's function.
 
 They raise, besides what torch's functions raise:
     PeerLost: the root of the op is lost; the group goes on without it.
-    CollectiveTimeout: there was no result within `timeout`.
+    CollectiveTimeout: there was no result within `timeout`, or too few ranks came to go on without
+        those that may be alive.
     CollectiveAborted: `abort` was called, or another rank's program starts over: it called
         `rebuild`, and does not come back to this op.
     CollectiveMismatch: ranks called different ops, or only some with `retry`.
@@ -78,7 +81,7 @@ def _run(
     group: _Group,
     retry: bool,
     timeout: timedelta | None,
-    min_size: int,
+    min_size: int | None,
 ) -> Outcome:
     pg = group if group is not None else distributed_c10d._get_default_group()
     if pg is dist.GroupMember.NON_GROUP_MEMBER:
@@ -93,8 +96,7 @@ def _run(
     if not retry:
         call()
         return Outcome(tuple(backend.initial_ranks()), 1)
-    if min_size != 1:
-        check_min_size(min_size)
+    check_min_size(min_size)
     if timeout is not None:
         timeout = checked_timeout(timeout, backend)
     before = backend.uuid()
@@ -112,7 +114,7 @@ def all_reduce(
     *,
     retry: bool = True,
     timeout: timedelta | None = None,
-    min_size: int = 1,
+    min_size: int | None = None,
 ) -> Outcome:
     """`torch.distributed.all_reduce`, in place; all ranks get the same bits.
 
@@ -128,7 +130,7 @@ def all_reduce_coalesced(
     *,
     retry: bool = True,
     timeout: timedelta | None = None,
-    min_size: int = 1,
+    min_size: int | None = None,
 ) -> Outcome:
     """`all_reduce` of several tensors of one dtype as one op: all of them change, or none."""
     pg = group if group is not None else distributed_c10d._get_default_group()
@@ -147,7 +149,7 @@ def broadcast(
     group_src: int | None = None,
     retry: bool = True,
     timeout: timedelta | None = None,
-    min_size: int = 1,
+    min_size: int | None = None,
 ) -> Outcome:
     """`torch.distributed.broadcast`. The contributors are all members, not the root alone."""
     return _run(
@@ -165,7 +167,7 @@ def reduce(
     group_dst: int | None = None,
     retry: bool = True,
     timeout: timedelta | None = None,
-    min_size: int = 1,
+    min_size: int | None = None,
 ) -> Outcome:
     """`torch.distributed.reduce`; `tensor` changes on the root only."""
     return _run(
@@ -181,7 +183,7 @@ def all_gather(
     *,
     retry: bool = True,
     timeout: timedelta | None = None,
-    min_size: int = 1,
+    min_size: int | None = None,
 ) -> Outcome:
     """`torch.distributed.all_gather`; the tensors of lost ranks stay as they were."""
     return _run(
@@ -196,7 +198,7 @@ def all_gather_into_tensor(
     *,
     retry: bool = True,
     timeout: timedelta | None = None,
-    min_size: int = 1,
+    min_size: int | None = None,
 ) -> Outcome:
     """`torch.distributed.all_gather_into_tensor`; the parts of lost ranks stay as they were."""
     return _run(
@@ -214,7 +216,7 @@ def gather(
     group_dst: int | None = None,
     retry: bool = True,
     timeout: timedelta | None = None,
-    min_size: int = 1,
+    min_size: int | None = None,
 ) -> Outcome:
     """`torch.distributed.gather`; the root's tensors of lost ranks stay as they were."""
     return _run(
@@ -232,7 +234,7 @@ def scatter(
     group_src: int | None = None,
     retry: bool = True,
     timeout: timedelta | None = None,
-    min_size: int = 1,
+    min_size: int | None = None,
 ) -> Outcome:
     """`torch.distributed.scatter`; what the root has for lost ranks is dropped."""
     return _run(
@@ -249,7 +251,7 @@ def reduce_scatter(
     *,
     retry: bool = True,
     timeout: timedelta | None = None,
-    min_size: int = 1,
+    min_size: int | None = None,
 ) -> Outcome:
     """`torch.distributed.reduce_scatter`; what there is for lost ranks is dropped."""
     return _run(
@@ -266,7 +268,7 @@ def reduce_scatter_tensor(
     *,
     retry: bool = True,
     timeout: timedelta | None = None,
-    min_size: int = 1,
+    min_size: int | None = None,
 ) -> Outcome:
     """`torch.distributed.reduce_scatter_tensor`; what there is for lost ranks is dropped."""
     return _run(
@@ -282,7 +284,7 @@ def all_to_all(
     *,
     retry: bool = True,
     timeout: timedelta | None = None,
-    min_size: int = 1,
+    min_size: int | None = None,
 ) -> Outcome:
     """`torch.distributed.all_to_all`; lost ranks give nothing and get nothing."""
     return _run(
@@ -300,7 +302,7 @@ def all_to_all_single(
     *,
     retry: bool = True,
     timeout: timedelta | None = None,
-    min_size: int = 1,
+    min_size: int | None = None,
 ) -> Outcome:
     """`torch.distributed.all_to_all_single`; lost ranks give nothing and get nothing."""
     return _run(
@@ -314,7 +316,7 @@ def barrier(
     *,
     retry: bool = True,
     timeout: timedelta | None = None,
-    min_size: int = 1,
+    min_size: int | None = None,
 ) -> Outcome:
     """`torch.distributed.barrier`, of those that are left."""
     return _run(lambda: dist.barrier(group), group, retry, timeout, min_size)
