@@ -163,7 +163,7 @@ def train(args: argparse.Namespace, store: dist.Store) -> tuple[DDP, torch.optim
     log.kills = sorted(victims)
     name = dist.get_rank()  # stays, when ranks change
 
-    bar = tqdm(total=args.steps, unit="step", disable=dist.get_rank() != 0)
+    bar = None
     for step in range(args.steps):
         if victims.get(step) == name:
             kill_in_backward(model, store, step)
@@ -173,12 +173,14 @@ def train(args: argparse.Namespace, store: dist.Store) -> tuple[DDP, torch.optim
         if dist.get_rank() == 0:  # of those who are left
             if (step + 1) % validate_every == 0 or step + 1 == args.steps:
                 log.validation[step + 1] = validate(model.module, held_out)
-            bar.disable = False
+            if bar is None:
+                bar = tqdm(total=args.steps, initial=step, unit="step")
             bar.set_postfix(
                 ranks=dist.get_world_size(), loss=f"{log.losses[step]:.3f}", refresh=False
             )
             bar.update(step + 1 - bar.n)
-    bar.close()
+    if bar is not None:
+        bar.close()
     return model, optimizer, log
 
 
@@ -302,7 +304,11 @@ def main() -> None:
     store, rank, world_size = next(dist.rendezvous("env://"))
     args = parse_args(world_size)
     dist.init_process_group("gpumode", store=store, rank=rank, world_size=world_size)
-    model, optimizer, log = train(args, store)
+    try:
+        model, optimizer, log = train(args, store)
+    except gd.WorldTooSmall as error:  # it was frozen, and the others went on
+        print(error)
+        return  # another exit code than 0 would end them
     state = check_identical(model, optimizer)
     report(args, store, log, state)
     dist.destroy_process_group()

@@ -271,6 +271,8 @@ def bad_arguments_of_ours(me: Rank) -> None:
             gd.reconfigure(1, [handle], timeout=timeout)
         with pytest.raises(ValueError, match="timeout: expected a positive one"):
             gd.rebuild(timeout=timeout)
+    with pytest.raises(TypeError, match="timeout: expected a timedelta, got 5"):
+        gd.rebuild(timeout=5)
     with pytest.raises(ValueError, match="min_size: "):
         gd.rebuild(min_size=0)
     with pytest.raises(ValueError, match="pg_options: "):

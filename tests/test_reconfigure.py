@@ -170,3 +170,25 @@ def repeated(me: Rank) -> None:
 
 def test_repeated(tmp_path):
     run(repeated, 2, tmp_path)
+
+
+def failed(me: Rank, then: str) -> None:
+    """After a reconfigure that failed a rank can rebuild the group, or retry an op on it."""
+    handles = exchange(me, [0, 1], "a")
+    store = me.store("failed")
+    if me.rank == 0:
+        with pytest.raises(gd.CollectiveTimeout):
+            gd.reconfigure(77, handles, timeout=timedelta(milliseconds=300))
+        store.set("failed", "")
+    else:
+        store.wait(["failed"])
+    if then == "rebuild":
+        gd.rebuild()
+    else:
+        assert gd.all_reduce(torch.ones(1)).contributors == (0, 1)
+    check_group(2)
+
+
+@pytest.mark.parametrize("then", ["rebuild", "retry"])
+def test_failed(then, tmp_path):
+    run(failed, 2, tmp_path, then)

@@ -242,8 +242,9 @@ def mistakes(me: Rank) -> None:
         check_group(2)
 
     for call in (call_of(case, s) for case in CASES):
-        for number in (0, -1):
+        for number in (0, -1, 2.5, "2"):
             check(ValueError, "min_size: expected 1 or more", call, min_size=number)
+        check(TypeError, "timeout: expected a timedelta, got 5", call, timeout=5)
         for timeout in (timedelta(0), timedelta(seconds=-1)):
             check(ValueError, "timeout: expected a positive one", call, timeout=timeout)
     for group, error, message in (

@@ -229,6 +229,12 @@ def test_stopped_rank_that_the_others_left_behind(job: Callable[..., Job]) -> No
     assert j.codes() == [0, 0, 0]
 
 
+def test_several_stopped_ranks(job: Callable[..., Job]) -> None:
+    stop = "write(f'stopped{rank}'); os.kill(os.getpid(), signal.SIGSTOP)"
+    j = job("wait_for('stopped1'); wait_for('stopped2')", stop, stop)
+    assert j.codes() == [0, 0, 0]
+
+
 def test_workers_of_a_killed_child_are_killed(job: Callable[..., Job]) -> None:
     j = job(
         "worker = subprocess.Popen(['sleep', '600'], stdout=-3, stderr=-3);"

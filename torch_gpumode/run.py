@@ -12,8 +12,8 @@ torchrun made. The child's end becomes the parent's:
 - A signal kills it that the parent did not pass on: the parent hides that from the agent and
   waits until no rank's child runs any more. If one of them finished with exit code 0, so does the
   parent; if none did, it dies of its child's signal.
-- It is stopped, by SIGSTOP say, and still is so when all others are done: it is killed, and then
-  as above.
+- It is stopped, by SIGSTOP say, and still is so when all others are done, or stopped themselves: it
+  is killed, and then as above.
 - It dies of a signal that was passed on, or after one that means "end" (SIGTERM, SIGINT, SIGHUP,
   SIGQUIT): that is what was asked for, and the parent dies of the same.
 
@@ -69,7 +69,7 @@ class Board:
     descriptor, so neither the child nor anything that it forks can keep them.
     """
 
-    RUNNING, FINISHED, ENDED = b"r", b"f", b"e"
+    RUNNING, STOPPED, FINISHED, ENDED = b"r", b"s", b"f", b"e"
 
     def __init__(self, path: str, rank: int, world_size: int) -> None:
         self._path = path
@@ -103,6 +103,9 @@ class Board:
     def _lock(self, kind: int, byte: int) -> None:
         fcntl.lockf(self._fd, kind, 1, byte)
 
+    def child_is_stopped(self, stopped: bool) -> None:
+        os.pwrite(self._fd, self.STOPPED if stopped else self.RUNNING, 1 + self._rank)
+
     def child_ended(self, *, finished: bool) -> None:
         """Tell the others that this rank's child is gone; finished: with exit code 0."""
         os.pwrite(self._fd, self.FINISHED if finished else self.ENDED, 1 + self._rank)
@@ -114,10 +117,12 @@ class Board:
             if rank == self._rank:
                 continue
             state = os.pread(self._fd, 1, 1 + rank).strip(b"\0")
-            if state == self.RUNNING and self._try_lock(self._fd, fcntl.LOCK_SH, 1 + rank):
+            alive = (self.RUNNING, self.STOPPED)
+            if state in alive and self._try_lock(self._fd, fcntl.LOCK_SH, 1 + rank):
                 self._lock(fcntl.LOCK_UN, 1 + rank)
                 # Its parent left between our look and our lock, or was killed with its child.
-                state = os.pread(self._fd, 1, 1 + rank).replace(self.RUNNING, self.ENDED)
+                state = os.pread(self._fd, 1, 1 + rank)
+                state = self.ENDED if state in alive else state
             yield state
 
     def leave(self) -> None:
@@ -161,7 +166,9 @@ def attend(child: subprocess.Popen[bytes], board: Board) -> tuple[int, bool]:
     stopped_at = math.inf
     while True:
         arrived = signal.sigtimedwait(_PASSED_ON | {signal.SIGCHLD}, _LOOK_S)
-        if time.monotonic() - stopped_at > _STOPPED_S and all_done(list(board.others())):
+        stopped = time.monotonic() - stopped_at > _STOPPED_S
+        board.child_is_stopped(stopped)
+        if stopped and all_done(list(board.others())):
             logger.warning("killing a rank that is stopped and that all others have left behind")
             os.killpg(child.pid, signal.SIGKILL)
             stopped_at = math.inf
@@ -189,8 +196,8 @@ def attend(child: subprocess.Popen[bytes], board: Board) -> tuple[int, bool]:
 
 
 def all_done(others: list[bytes]) -> bool:
-    """Whether nobody runs any more, and somebody has finished."""
-    return Board.FINISHED in others and set(others) <= {Board.FINISHED, Board.ENDED}
+    """Whether nobody goes on any more, and somebody has finished."""
+    return Board.FINISHED in others and set(others) <= {Board.FINISHED, Board.ENDED, Board.STOPPED}
 
 
 def wait_for_others(board: Board) -> bool:
@@ -202,7 +209,8 @@ def wait_for_others(board: Board) -> bool:
     while signal.sigtimedwait(_ENDING, _POLL_S) is None:
         others = list(board.others())
         waiting_for_start = b"" in others and time.monotonic() < grace_ends
-        if board.RUNNING not in others and not waiting_for_start:
+        alive = board.RUNNING in others or board.STOPPED in others
+        if not alive and not waiting_for_start:
             return board.FINISHED in others
     return False
 

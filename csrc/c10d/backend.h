@@ -52,6 +52,7 @@ class Backend : public ::c10d::Backend {
   std::vector<std::string> members() const;
   // The ranks that they had when the group was made.
   std::vector<int> initial_ranks() const;
+  std::shared_ptr<const Membership> membership() const;
 
   // Collectives. The names with an underscore and the like are torch's old ones for *_single.
   WorkPtr broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) override;

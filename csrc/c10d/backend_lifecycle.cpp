@@ -7,6 +7,7 @@
 #include "c10d/exceptions.h"
 #include "c10d/exit.h"
 #include "c10d/fork.h"
+#include "c10d/recovery.h"
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -21,10 +22,11 @@ void Backend::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
 }
 
-// An extension counts for every op from its call on until the first of them is done.
+// An extension counts for every op from its call on until the first of them is done. The time of a
+// retried op bounds all attempts, and is not extended.
 Duration Backend::timeout_of(const Call& call, const Communicator& communicator) const {
   Duration timeout = call.timeout.count() > 0 ? to_duration(call.timeout) : Duration::zero();
-  if (num_ephemeral_.load(std::memory_order_relaxed) == 0) {
+  if (num_ephemeral_.load(std::memory_order_relaxed) == 0 || RetryScope::current(this) != nullptr) {
     return timeout;
   }
   if (timeout == Duration::zero()) {
@@ -104,8 +106,12 @@ void Backend::leave() {
     // Its thread exists in the parent only, and its peers are the parent's: leave it alone.
     static_cast<void>(new std::shared_ptr<Communicator>(std::move(communicator)));
   }
-  // Going, the communicator aborts what is in flight, and only then tells its peers: they may still
-  // be in an op that is done here.
+  // What is in flight ends now; who waits for it holds the communicator. Peers hear of the rest
+  // when that is gone: they may still be in an op that is done here.
+  if (communicator != nullptr) {
+    ++num_aborts_;
+    communicator->leave();
+  }
 }
 
 bool Backend::is_shut_down() const {
@@ -220,16 +226,17 @@ void Backend::before_joining() {
 
 // The communicator has joined it.
 void Backend::joined(std::shared_ptr<const Membership> membership) {
-  current_rank_ = communicator()->rank();
-  current_size_ = static_cast<int>(membership->handles.size());
-  current_uuid_ = membership->uuid;
-#ifdef GPUMODE_C10D_MUTABLE_RANK
-  rank_ = current_rank_;
-  size_ = current_size_;
-#endif
   {
+    const auto rank = communicator()->rank();
     auto initial_ranks = initial_ranks_of(*membership);
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<std::mutex> lock(mutex_);  // all at once: see RetryScope::callers
+    current_rank_ = rank;
+    current_size_ = static_cast<int>(membership->handles.size());
+    current_uuid_ = membership->uuid;
+#ifdef GPUMODE_C10D_MUTABLE_RANK
+    rank_ = current_rank_;
+    size_ = current_size_;
+#endif
     initial_ranks_ = std::move(initial_ranks);
     membership_ = std::move(membership);
   }
@@ -237,10 +244,12 @@ void Backend::joined(std::shared_ptr<const Membership> membership) {
   hooks_->abort_reported = false;
 }
 
-std::vector<std::string> Backend::members() const {
+std::shared_ptr<const Membership> Backend::membership() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return membership_->handles;
+  return membership_;
 }
+
+std::vector<std::string> Backend::members() const { return membership()->handles; }
 
 std::vector<int> Backend::initial_ranks() const {
   std::lock_guard<std::mutex> lock(mutex_);

@@ -3,6 +3,8 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <string>
+#include <system_error>
 #include <thread>
 
 #include "c10d/exceptions.h"
@@ -35,7 +37,11 @@ BoundedStore::BoundedStore(c10::intrusive_ptr<::c10d::Store> store, Duration tim
     : store_(std::move(store)),
       deadline_(Clock::now() + timeout),
       worker_(std::make_shared<Worker>()) {
-  std::thread([worker = worker_] { worker->run(); }).detach();
+  try {
+    std::thread([worker = worker_] { worker->run(); }).detach();
+  } catch (const std::system_error& error) {
+    throw_if_failed({Code::Internal, std::string("cannot start a thread: ") + error.what()});
+  }
 }
 
 BoundedStore::~BoundedStore() {

@@ -39,7 +39,11 @@ Turn::~Turn() {
 }
 
 RetryScope::RetryScope(Backend* backend, Duration timeout, std::optional<int> min_size)
-    : timeout(timeout), min_size(min_size), backend_(backend), outer_(innermost_scope) {
+    : timeout(timeout),
+      min_size(min_size),
+      callers(backend->membership()),
+      backend_(backend),
+      outer_(innermost_scope) {
   innermost_scope = this;
 }
 
@@ -88,7 +92,12 @@ Backend::WorkPtr Backend::run_retried(Call call, RetryScope* scope) {
   options.interrupted = [this, num_aborts = num_aborts_.load()] {
     return num_aborts == num_aborts_ ? Status() : Status(Code::Aborted, "the op was aborted");
   };
+  options.callers = scope->callers;
+  if (membership() != scope->callers) {
+    throw_if_failed({Code::Aborted, "another thread rebuilt the group when the op had begun"});
+  }
   Turn turn(recovery_, store_, options.deadline);
+  throw_if_failed(options.interrupted());
   Retry retry(communicator.get(), turn.registry(), turn.lineage(), turn.scratch(), call.parts,
               std::move(options));
   {

@@ -57,6 +57,8 @@ class RetryScope {
 
   const Duration timeout;
   const std::optional<int> min_size;
+  // Whose ranks the arguments speak of.
+  const std::shared_ptr<const Membership> callers;
   // Of the last collective that succeeded: see Retry. The ranks are those that the contributors had
   // when the group was made.
   std::vector<int> contributors;

@@ -145,17 +145,23 @@ Status Communicator::Impl::rebuild(const Membership& membership, int rank, Durat
 Communicator::Communicator(std::unique_ptr<Engine> engine, Options options)
     : impl_(std::make_unique<Impl>(std::move(engine), std::move(options))) {}
 
-Communicator::~Communicator() {
-  const Status destroyed(Code::Aborted, "the group was destroyed");
+void Communicator::leave() {
   {
     std::lock_guard<std::mutex> lock(impl_->mutex);
-    if (!impl_->in_flight.empty()) {
-      impl_->destroyed = impl_->failure.ok();
-      impl_->close(destroyed, false);
+    if (!impl_->in_flight.empty() && impl_->failure.ok()) {
+      impl_->destroyed = true;
+      impl_->close(Status(Code::Aborted, "the group was destroyed"), false);
     }
-    impl_->stopping = true;
   }
   impl_->settle();
+}
+
+Communicator::~Communicator() {
+  leave();
+  {
+    std::lock_guard<std::mutex> lock(impl_->mutex);
+    impl_->stopping = true;
+  }
   impl_->work_to_do.notify_one();
   if (impl_->worker.joinable()) impl_->worker.join();
 }

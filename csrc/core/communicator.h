@@ -94,7 +94,7 @@ class Communicator {
   };
 
   Communicator(std::unique_ptr<Engine> engine, Options options);
-  ~Communicator();  // aborts what is in flight and joins the worker
+  ~Communicator();  // leaves, and joins the worker
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
@@ -113,6 +113,8 @@ class Communicator {
   // Fails everything in flight and closes the gate, here and on all members. `why` must not be Ok.
   // Bounded; may be called from any thread, any number of times; the first reason stays.
   void abort(Status why);
+  // Ends what is in flight here, since this member goes, and tells its peers if there is any.
+  void leave();
 
   // Aborts what is in flight, joins the new membership, and opens the gate. On an error the gate
   // stays closed with that error, and rebuild may be called again.

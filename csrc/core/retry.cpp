@@ -1,8 +1,8 @@
 #include "core/retry.h"
 
 #include <algorithm>
-#include <cassert>
 #include <cstring>
+#include <new>
 
 namespace gpumode {
 namespace {
@@ -47,7 +47,7 @@ Retry::Retry(Communicator* communicator, Registry* registry, Lineage* lineage, S
       scratch_(scratch),
       parts_(std::move(parts)),
       options_(std::move(options)),
-      callers_(lineage->built) {}
+      callers_(options_.callers != nullptr ? options_.callers : lineage->built) {}
 
 void Retry::run() {
   for (;;) {
@@ -86,7 +86,12 @@ Retry::State Retry::attempt() {
   }
   std::vector<OpDesc> parts;
   if (Status lost = fit(&parts); !lost.ok()) return done(lost);
-  stage(&parts);
+  try {
+    stage(&parts);
+  } catch (const std::bad_alloc&) {  // nobody may take our next op for this one
+    communicator_->abort({Code::Internal, "there is no memory to keep the result of an op in"});
+    return done(communicator_->failure());
+  }
   contributors_ = lineage_->built;
   const Duration left = options_.deadline - registry_->now();
   // Half of the time left, so that there can be another try.
@@ -167,7 +172,9 @@ Status Retry::fit(std::vector<OpDesc>* parts) {
   std::vector<int> kept;  // ranks that the caller knows
   for (const std::string& handle : lineage_->built->handles) {
     const auto found = std::find(callers.begin(), callers.end(), handle);
-    assert(found != callers.end() && "memberships only shrink");
+    if (found == callers.end()) {
+      return {Code::Aborted, "the group has new members, since another thread has reconfigured it"};
+    }
     kept.push_back(static_cast<int>(found - callers.begin()));
   }
   for (OpDesc& part : *parts) {

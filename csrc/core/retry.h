@@ -33,6 +33,8 @@ class Retry {
   struct Options {
     TimePoint deadline{};
     std::optional<int> min_size;  // see Succession
+    // Whose ranks the parts speak of; null: those of the lineage.
+    std::shared_ptr<const Membership> callers;
     // Starts one attempt.
     std::function<std::shared_ptr<Op>(std::vector<OpDesc> parts, uint32_t attempt,
                                       Duration timeout)>

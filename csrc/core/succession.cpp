@@ -197,8 +197,9 @@ void Succession::look_for_deaths() {
   const size_t size = lineage_->current->handles.size();
   // In a membership that was never built, nobody watches the members. In one that was, a member may
   // be gone that could not build it, and lives. Knock at their doors, ever more rarely.
-  std::vector<Presence> presence(size, Presence::Left);
+  std::vector<Presence> presence;
   if (lineage_->current->uuid == lineage_->built->uuid) presence = communicator_->presence();
+  presence.resize(size, Presence::Left);  // after a join that failed there is none, either
   const bool knock = (num_full_looks_ & (num_full_looks_ - 1)) == 0;
   for (size_t i = 0; i < size; ++i) {
     const int r = static_cast<int>(i);
@@ -301,6 +302,8 @@ Succession::State Succession::build() {
     lineage_->joined(lineage_->current, lineage_->rank);
     return State::Joined;
   }
+  // What the system refuses us does not make us fit to shut out the others.
+  if (not_built_.code == Code::Internal) return fail(not_built_);
   const TimePoint later = registry_->now();
   if (later >= options_.deadline) return fail(too_late());
   report_.committed = 0;

@@ -306,8 +306,14 @@ class Schedule {
         spared_ = false;
         world.at(when, [this, victim] { group_[victim].abort(Status(Code::Aborted, "enough")); });
         return;
-      case 7:  // a second failure, while the group is built
-        group_.engines[victim]->inject_into_rebuild(Status(Code::Timeout, "not in time"));
+      case 7:                // a second failure, while the group is built
+        if (draw(4) == 0) {  // who is refused something goes, and starts over
+          spared_ = false;
+          may_be_left_out_.insert(victim);
+          group_.engines[victim]->inject_into_rebuild(Status(Code::Internal, "no descriptors"));
+        } else {
+          group_.engines[victim]->inject_into_rebuild(Status(Code::Timeout, "not in time"));
+        }
         world.at(when, [this, victim] { kill((victim + 1) % size()); });
         return;
       case 8:

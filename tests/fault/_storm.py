@@ -26,7 +26,6 @@ from _ranks import Rank, Ranks
 from _values import poisoned, same_bits
 
 import torch_gpumode.distributed as gd
-from torch_gpumode.distributed._groups import backend_of
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 NAMES = {"all_reduce": 6, "all_gather_into_tensor": 2, "reduce_scatter_tensor": 2, "broadcast": 1}
@@ -287,13 +286,12 @@ class Call:
 
 def live(me: Rank, plan: Plan, notes: Notes) -> str:
     """Returns the traceback of the error that ended it early, if one of ours did."""
-    backend = backend_of(dist.group.WORLD)
     for number in range(len(plan.ops)):
         num_struck = plan.num_struck_before(number)
         while notes.num_struck[0] < num_struck:
             time.sleep(POLL_S)
         time.sleep(plan.lags_s.get((number, me.rank), 0))
-        call = Call(plan, number, me.rank, backend.initial_ranks())
+        call = Call(plan, number, me.rank, gd.initial_ranks())
         record = notes.records[me.rank, number]
         record["entered_at"] = time.monotonic()
         record["state"] = ENTERED
@@ -311,7 +309,7 @@ def live(me: Rank, plan: Plan, notes: Notes) -> str:
         written, record["intact"] = call.result(outcome.contributors)
         record["digest"] = digest(written)
         record["contributors"] = _bits(outcome.contributors)
-        record["members_after"] = _bits(backend.initial_ranks())
+        record["members_after"] = _bits(gd.initial_ranks())
         record["attempts"] = outcome.attempts
         record["state"] = RETURNED
     return ""

@@ -177,8 +177,9 @@ def new_groups(me: Rank) -> None:
     if me.rank == 1:
         die()
     reduce(me, [0, 2, 3, 4])
-    trio = dist.new_group([1, 2, 3])
+    # First, since torch 2.11 names it after the number of groups that a rank is in.
     split = dist.split_group(split_ranks=[[0, 2, 3]])
+    trio = dist.new_group([1, 2, 3])
     groups = [(trio, [2, 3, 4]), (split, [0, 3, 4]), (dist.group.WORLD, [0, 2, 3, 4])]
     groups = [(group, members) for group, members in groups if me.rank in members]
     for group, members in groups:

@@ -10,6 +10,7 @@ from torch_gpumode.distributed._flight_record import Straggler, flight_record, s
 from torch_gpumode.distributed._groups import (
     abort,
     get_reconfigure_handle,
+    initial_ranks,
     monitored_barrier,
     reconfigure,
     set_as_default,
@@ -59,6 +60,7 @@ __all__ = [
     "flight_record",
     "gather",
     "get_reconfigure_handle",
+    "initial_ranks",
     "monitored_barrier",
     "rebuild",
     "reconfigure",

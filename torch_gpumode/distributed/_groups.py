@@ -42,6 +42,22 @@ def abort(group: dist.ProcessGroup | None = None) -> None:
             backend.abort()
 
 
+def initial_ranks(group: dist.ProcessGroup | None = None) -> list[int]:
+    """Returns the ranks that the members of a group had when it was made, by their ranks now.
+
+    `initial_ranks()[dist.get_rank()]` is a name of this rank that stays when others are lost. The
+    contributors of a retried op go by these names, and the tensors of `all_gather`'s list belong,
+    in their order, to those that this returns before the call.
+
+    Args:
+        group: the default group if None.
+
+    Raises:
+        ValueError: the group has no gpumode backend.
+    """
+    return backend_of(group).initial_ranks()
+
+
 def monitored_barrier(
     group: dist.ProcessGroup | None = None,
     timeout: timedelta | None = None,
@@ -129,33 +145,41 @@ def reconfigure(
             options = distributed_c10d.AllgatherOptions()
             options.timeout = timeout
             pg._allgather_base(announced, torch.tensor([world.rank()]), options).wait()
-        remember_members(pg, ordered, announced.tolist())
+        remember_members(pg, backend, announced.tolist())
 
 
 class _RankTable(dict[int, int]):
     """What torch remembers of a group: the rank of each global rank.
 
-    It carries the handles of the members, by rank, that it is right about. A group may have other
-    ones by now, if an exception came between rebuilding it and changing its table.
+    It carries the membership, and the handles of its members by rank, that it is right about. A
+    group may have another one by now, if an exception came between rebuilding it and changing its
+    table.
     """
 
-    def __init__(self, ranks: Mapping[int, int], handles: list[str]) -> None:
+    def __init__(self, ranks: Mapping[int, int], uuid: int, handles: list[str]) -> None:
         super().__init__(ranks)
-        self.handles = handles
+        self.uuid, self.handles = uuid, handles
 
 
 def remember_members(
-    pg: dist.ProcessGroup, handles: list[str], announced: Sequence[int] | None = None
+    pg: dist.ProcessGroup, backend: Any, announced: Sequence[int] | None = None
 ) -> None:
-    """Tells torch's tables who the members of a group are, by rank.
+    """Tells torch's tables who the members of a group are, by rank, if they have changed.
+
+    Who was in the table keeps the global rank that it has there.
 
     Args:
-        handles: those of all members; who was in the table keeps the global rank that it has there.
         announced: the global rank of who was not; -1 if unknown.
     """
     tables = distributed_c10d._world.pg_group_ranks
-    before = tables[pg]
+    uuid = backend.uuid()
+    before = tables.get(pg)
+    if before is None:  # another thread has destroyed the group
+        return
     assert isinstance(before, _RankTable), "make_rebuildable() has made it one"
+    if before.uuid == uuid and announced is None:
+        return
+    handles = backend.members()
     rank_to_global = {rank: each for each, rank in before.items()}
     known = {handle: rank_to_global.get(rank, -1) for rank, handle in enumerate(before.handles)}
     global_ranks = [
@@ -164,7 +188,7 @@ def remember_members(
     ]
     if pg is not distributed_c10d._get_default_group():
         ranks = {each: rank for rank, each in enumerate(global_ranks) if each >= 0}
-        tables[pg] = _RankTable(ranks, handles)
+        tables[pg] = _RankTable(ranks, uuid, handles)
         _tell_backends([pg])
         return
     renumbered = {old: new for new, old in enumerate(global_ranks) if old >= 0}
@@ -172,9 +196,9 @@ def remember_members(
     for other, table in tables.items():
         ranks = {renumbered[old]: rank for old, rank in table.items() if old in renumbered}
         changed[other] = (
-            _RankTable(ranks, table.handles) if isinstance(table, _RankTable) else ranks
+            _RankTable(ranks, table.uuid, table.handles) if isinstance(table, _RankTable) else ranks
         )
-    changed[pg] = _RankTable({rank: rank for rank in range(len(handles))}, handles)
+    changed[pg] = _RankTable({rank: rank for rank in range(len(handles))}, uuid, handles)
     tables.update(changed)  # at once: an exception from a signal handler may come anywhere
     _tell_backends(each for each in changed if isinstance(each, dist.ProcessGroup))
 
@@ -220,7 +244,7 @@ def make_rebuildable(pg: dist.ProcessGroup, backend: Any) -> None:
         )
     tables = distributed_c10d._world.pg_group_ranks
     if not isinstance(tables[pg], _RankTable):
-        tables[pg] = _RankTable(tables[pg], backend.members())
+        tables[pg] = _RankTable(tables[pg], backend.uuid(), backend.members())
 
 
 @contextmanager
@@ -248,6 +272,8 @@ def checked_timeout(timeout: timedelta | None, backend: Any) -> timedelta:
     """Returns the timeout of a call, or the group's for None. C++ cannot count very long ones."""
     if timeout is None:
         return backend.options._timeout
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout: expected a timedelta, got {timeout!r}")
     if timeout <= timedelta(0):
         raise ValueError(f"timeout: expected a positive one, got {timeout}")
     return min(timeout, _LONGEST)

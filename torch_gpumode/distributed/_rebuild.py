@@ -55,7 +55,6 @@ def rebuild(
     backend = backend_of(pg)
     timeout = checked_timeout(timeout, backend)
     began, rank, size = time.monotonic(), backend.rank(), backend.size()
-    before = backend.uuid()
     with rebuilding(pg, backend):
         attempt = backend.begin_rebuild(timeout, min_size)
         try:
@@ -63,8 +62,7 @@ def rebuild(
                 time.sleep(pause)
         finally:
             attempt.close()
-            if backend.uuid() != before:
-                remember_members(pg, backend.members())
+            remember_members(pg, backend)
     _logger.info(
         "rebuilt %s in %.1f ms: rank %d of %d, which was rank %d of %d",
         *(pg.group_name, (time.monotonic() - began) * 1e3),
@@ -73,5 +71,5 @@ def rebuild(
 
 
 def check_min_size(min_size: int | None) -> None:
-    if min_size is not None and min_size < 1:
-        raise ValueError(f"min_size: expected 1 or more, got {min_size}")
+    if min_size is not None and (not isinstance(min_size, int) or min_size < 1):
+        raise ValueError(f"min_size: expected 1 or more, got {min_size!r}")

@@ -3,7 +3,8 @@
 outcome = torch_gpumode.distributed.all_reduce(gradient, op=ReduceOp.AVG)
 
 The op is tried, and if ranks are lost, tried again with those that are left, until all of them have
-the same result. Nobody's tensors change before that: an op that raises has changed nothing. What
+the same result. Nobody's tensors change before that: an op that raises has changed nothing (but
+Ctrl-C, which Python raises when it comes to it, perhaps after the op). What
 exactly is promised, and what is not, is in docs/commit-protocol.md. What all functions here share:
 
 - They block until the result is certain. Their order, arguments and results are those of
@@ -15,10 +16,11 @@ exactly is promised, and what is not, is in docs/commit-protocol.md. What all fu
   called, and keep doing so: tensors of lost ranks in `all_gather`'s list stay as they were, input
   for them is dropped, and an op whose root is lost raises.
 - `timeout` (the group's own if None) bounds all of it. One try may take half of what is left, and a
-  rank that may be frozen is waited for, for a third of what is left then.
-- `min_size` is the smallest world to go on with; the same on all ranks. None: one rank is enough if
-  all others are known to be dead, but it takes half of those that may be alive to leave out the
-  other half.
+  rank that does not come, frozen or busy with something else, is waited for a third of what is left
+  then. So it is left out for good after two thirds of the first timeout that ends.
+- `min_size` is the smallest world to go on with after a loss; the same on all ranks. None: one rank
+  is enough if all others are known to be dead, but it takes half of those that may be alive to
+  leave out the other half.
 - `retry=False` calls torch's function.
 
 They raise, besides what torch's functions raise:
@@ -34,11 +36,13 @@ They raise, besides what torch's functions raise:
         store is gone, too.
     ValueError: `timeout` or `min_size` is not positive, a tensor is sparse, ops are coalesced, or
         the group has no gpumode backend.
-After any but ValueError and PeerLost the group must be rebuilt.
+    TypeError: `timeout` is no timedelta.
+After any but ValueError, TypeError and PeerLost the group must be rebuilt.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -67,8 +71,8 @@ class Outcome(NamedTuple):
     """What became of an op; the same on all ranks that have its result.
 
     Attributes:
-        contributors: whose inputs the result holds, and how many an average divides by: the ranks
-            that they had when the group was made, which stay theirs when later ranks change.
+        contributors: whose inputs the result holds, and how many an average divides by; see
+            `initial_ranks` for how they are named.
         attempts: how often this rank tried.
     """
 
@@ -76,7 +80,20 @@ class Outcome(NamedTuple):
     attempts: int
 
 
-def _run(
+def _run(*arguments: Any) -> Outcome:
+    # torch.compile is not to look into it, and is not loaded for those who do not use it.
+    if "torch._dynamo" not in sys.modules:
+        return _run_eagerly(*arguments)
+    global _run_uncompiled
+    if _run_uncompiled is None:
+        _run_uncompiled = torch.compiler.disable(_run_eagerly)
+    return _run_uncompiled(*arguments)
+
+
+_run_uncompiled: Callable[..., Outcome] | None = None
+
+
+def _run_eagerly(
     call: Callable[[], object],
     group: _Group,
     retry: bool,
@@ -99,12 +116,11 @@ def _run(
     check_min_size(min_size)
     if timeout is not None:
         timeout = checked_timeout(timeout, backend)
-    before = backend.uuid()
+    remember_members(pg, backend)  # an exception may have come in between, last time
     try:
         return Outcome(*backend.retried(call, timeout, min_size))
     finally:
-        if backend.uuid() != before:
-            remember_members(pg, backend.members())
+        remember_members(pg, backend)
 
 
 def all_reduce(
