@@ -18,6 +18,8 @@ slowest survivor of a round counts:
     rebuilt    the group is rebuilt
     result     the next all-reduce is done
 
+The rows are appended to results/recovery.csv, or to another file: --csv.
+
 A survivor of Gloo that waits for no bytes of the dead rank is not told, and raises when its timeout
 is over: such rounds are counted as `untold`, and the times are of the others.
 """

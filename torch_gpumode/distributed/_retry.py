@@ -14,7 +14,7 @@ exactly is promised, and what is not, is in docs/commit-protocol.md. What all fu
   here themselves.
 - Tensors and ranks among the arguments belong to the ranks as they were when the function was
   called, and keep doing so: tensors of lost ranks in `all_gather`'s list stay as they were, input
-  for them is dropped, and an op whose root is lost raises.
+  for them is dropped, and an op whose root is lost raises. Tensors that are written must not overlap.
 - `timeout` (the group's own if None) bounds all of it. One try may take half of what is left, and a
   rank that does not come, frozen or busy with something else, is waited for a third of what is left
   then. So it is left out for good after two thirds of the first timeout that ends.
@@ -37,7 +37,10 @@ They raise, besides what torch's functions raise:
     ValueError: `timeout` or `min_size` is not positive, a tensor is sparse, ops are coalesced, or
         the group has no gpumode backend.
     TypeError: `timeout` is no timedelta.
-After any but ValueError, TypeError and PeerLost the group must be rebuilt.
+    RuntimeError: the group has another backend, too, or TORCH_DISTRIBUTED_DEBUG=DETAIL has put it
+        behind one of torch's own; these cannot be rebuilt.
+    torch.distributed.DistBackendError itself: the system refused something, such as memory.
+After any but PeerLost, ValueError, TypeError and RuntimeError the group must be rebuilt.
 """
 
 from __future__ import annotations
