@@ -14,7 +14,8 @@ exactly is promised, and what is not, is in docs/commit-protocol.md. What all fu
   here themselves.
 - Tensors and ranks among the arguments belong to the ranks as they were when the function was
   called, and keep doing so: tensors of lost ranks in `all_gather`'s list stay as they were, input
-  for them is dropped, and an op whose root is lost raises. Tensors that are written must not overlap.
+  for them is dropped, and an op whose root is lost raises. Tensors that are written must not
+  overlap.
 - `timeout` (the group's own if None) bounds all of it. One try may take half of what is left, and a
   rank that does not come, frozen or busy with something else, is waited for a third of what is left
   then. So it is left out for good after two thirds of the first timeout that ends.
