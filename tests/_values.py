@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -114,3 +115,13 @@ def digest(tensors: list[torch.Tensor]) -> str:
     for tensor in tensors:
         sha.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
+
+
+def memory_of(arguments: Iterable[Any]) -> list[torch.Tensor]:
+    """The bytes of all tensors, alone or in lists, and what lies around those that are views."""
+    flat = [each for arg in arguments for each in (arg if isinstance(arg, list) else [arg])]
+    return [
+        torch.empty(0, dtype=torch.uint8).set_(each.untyped_storage())
+        for each in flat
+        if isinstance(each, torch.Tensor)
+    ]

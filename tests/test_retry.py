@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _ranks import Rank, check_group, run
-from _values import poisoned, random_tensor
+from _values import memory_of, poisoned, random_tensor
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _coalescing_manager
 
@@ -77,13 +77,7 @@ class Call:
         return getattr(lib, self.name)(*self.args, **self.kwargs, **kwargs)
 
     def memory(self) -> list[torch.Tensor]:
-        """Returns the bytes of all tensors, and what lies around those that are views."""
-        flat = [each for arg in self.args for each in (arg if isinstance(arg, list) else [arg])]
-        return [
-            torch.empty(0, dtype=torch.uint8).set_(each.untyped_storage())
-            for each in flat
-            if isinstance(each, torch.Tensor)
-        ]
+        return memory_of(self.args)
 
 
 def _mixed(s: Setting) -> list[torch.Tensor]:

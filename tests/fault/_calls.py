@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import signal
+import time
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from _values import poisoned, random_tensor
+import torch.distributed as dist
+from _ranks import Rank
+from _values import memory_of, poisoned, random_tensor, same_bits
 from torch.distributed import ReduceOp
 
 import torch_gpumode.distributed as gd
@@ -147,13 +151,7 @@ class Call:
         return getattr(gd, self.name)(*self.args, **kwargs)
 
     def memory(self) -> list[torch.Tensor]:
-        """Returns the bytes of all tensors, and what lies around those that are views."""
-        flat = [each for arg in self.args for each in (arg if isinstance(arg, list) else [arg])]
-        return [
-            torch.empty(0, dtype=torch.uint8).set_(each.untyped_storage())
-            for each in flat
-            if isinstance(each, torch.Tensor)
-        ]
+        return memory_of(self.args)
 
     def assert_result_of(self, who: Collection[int]) -> None:
         """Asserts that the tensors hold what they must if these have contributed."""
@@ -171,3 +169,38 @@ class Call:
             self.run(**kwargs)
         self.assert_holds(before)
         return caught.value
+
+
+# A sum, where the kind of op does not matter.
+
+
+def value(who: int, key: int = 0) -> torch.Tensor:
+    return random_tensor(1003, torch.int64, who, key).clone()
+
+
+def total(who: list[int], key: int = 0) -> torch.Tensor:
+    return torch.stack([value(each, key) for each in who]).sum(0)
+
+
+def reduce(me: Rank, members: list[int], group: dist.ProcessGroup | None = None) -> gd.Outcome:
+    """A retried op that these members, by the ranks that they began with, are to complete."""
+    x = value(me.rank)
+    outcome = gd.all_reduce(x, group=group)
+    assert torch.equal(x, total(members)), f"{outcome}, and not the sum of {members}"
+    return outcome
+
+
+def raises(error: type[Exception] | tuple[type[Exception], ...], **kwargs: Any) -> float:
+    """Asserts that a retried op raises and changes nothing; returns how long it took, in s."""
+    x = value(dist.get_rank(), 5)
+    before = x.clone()
+    began = time.monotonic()
+    with pytest.raises(error):
+        gd.all_reduce(x, **kwargs)
+    took = time.monotonic() - began
+    assert same_bits(x, before)
+    return took
+
+
+def die() -> None:
+    signal.raise_signal(signal.SIGKILL)

@@ -43,6 +43,7 @@ def in_turns(me: Rank, name: str) -> None:
     for call in calls:
         call.assert_result_of((0, 2, 3))
     check_group(3)
+    assert gd.initial_ranks() == [0, 2, 3]
 
 
 @pytest.mark.parametrize(

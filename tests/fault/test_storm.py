@@ -1,4 +1,4 @@
-"""A storm of kills: whatever happens when, nobody has a wrong result, and those who live go on.
+"""A storm of kills (case F11): nobody has a wrong result, and those who live go on.
 
     python tests/fault/test_storm.py --kills 1000
     python tests/fault/test_storm.py --seed 5 --world 17 --kills 50    # one world, again and again
