@@ -13,11 +13,10 @@ std::byte* bytes(const Buffer& buffer) { return static_cast<std::byte*>(buffer.d
 }  // namespace
 
 Exchange::Exchange(const Context& context, ExchangePlan plan)
-    : epoch_(context.epoch),
+    : Task(context),
       rounds_(context.rounds),
       step_(context.id.step),
       plan_(std::move(plan)),
-      meeting_(context),
       to_read_(static_cast<size_t>(epoch_.size())),
       read_(static_cast<size_t>(epoch_.size())) {}
 
@@ -26,7 +25,7 @@ bool Exchange::step() {
   if (!reading_) {
     const bool moved = meeting_.look();
     if (!meeting_.status().ok()) {
-      finish(meeting_.status(), meeting_.straggler());
+      finish(meeting_.status());
       return true;
     }
     if (!meeting_.complete()) return moved;
@@ -36,7 +35,7 @@ bool Exchange::step() {
   moved |= publish_round();
   if (published_ == rounds_to_publish_ && reading_done()) {
     meeting_.leave(&rounds_);
-    finish({}, meeting_.straggler());
+    finish({});
     return true;
   }
   return moved;
@@ -141,12 +140,7 @@ bool Exchange::slot_free_of(int reader) const {
   if (published_ < kSlots) return true;  // of earlier ops: all have left those, and so are done
   const uint64_t before = published_ - kSlots + 1;
   const uint64_t reads = div_up(plan_.out[reader].nbytes, piece_bytes());
-  const uint64_t consumed = epoch_.of(reader)
-                                .consumed(epoch_.rank())
-                                .rounds[kContributions]
-                                .load(std::memory_order_acquire);
-  return consumed - rounds_.published[epoch_.rank()].ring[kContributions] >=
-         std::min(before, reads);
+  return rounds_read(reader, epoch_.rank()) >= std::min(before, reads);
 }
 
 bool Exchange::slot_free() const {
@@ -176,9 +170,22 @@ bool Exchange::publish_round() {
   return true;
 }
 
-// How many rounds of this op `publisher` has published so far.
 uint64_t Exchange::rounds_of(int publisher) const {
   return epoch_.of(publisher).header().published[kContributions].load(std::memory_order_acquire) -
+         rounds_.published[publisher].ring[kContributions];
+}
+
+uint64_t Exchange::rounds_for(int reader, int publisher) const {
+  const Entry& entry = epoch_.of(publisher).entry(step_);
+  if (entry.direct != 0) return 0;
+  // Where the signature fixes the sizes, everybody's are the same.
+  return plan_.uneven ? div_up(epoch_.of(publisher).sent(step_)[reader], piece_bytes())
+                      : entry.rounds[kContributions];
+}
+
+uint64_t Exchange::rounds_read(int reader, int publisher) const {
+  return epoch_.of(reader).consumed(publisher).rounds[kContributions].load(
+             std::memory_order_acquire) -
          rounds_.published[publisher].ring[kContributions];
 }
 
@@ -231,16 +238,27 @@ bool Exchange::reduce_round() {
 
 bool Exchange::reading_done() const { return read_ == to_read_; }
 
-std::vector<int> Exchange::waiting_for() const {
-  if (!meeting_.complete()) return meeting_.missing();
+std::vector<int> Exchange::waits_of(int rank) const {
+  const uint64_t published = rounds_of(rank);
+  const uint64_t before = published < kSlots ? 0 : published - kSlots + 1;
+  const bool publishes = published < epoch_.of(rank).entry(step_).rounds[kContributions];
+  bool all_data = true, any_data = false, all_slots = true;
   std::vector<int> ranks;
   for (int q = 0; q < epoch_.size(); ++q) {
-    if (q == epoch_.rank()) continue;
-    const bool wants_data = read_[q] != to_read_[q] && rounds_of(q) <= read_[q];
-    const bool wants_slot = published_ != rounds_to_publish_ && !slot_free_of(q);
-    if (wants_data || wants_slot) ranks.push_back(q);
+    if (q == rank) continue;
+    const uint64_t read = rounds_read(rank, q);
+    const bool reads = read < rounds_for(rank, q);
+    const bool has_data = rounds_of(q) > read;
+    const bool has_slot = rounds_read(q, rank) >= std::min(before, rounds_for(q, rank));
+    all_data = all_data && (!reads || has_data);
+    any_data = any_data || (reads && has_data);
+    all_slots = all_slots && has_slot;
+    if ((reads && !has_data) || (publishes && !has_slot)) ranks.push_back(q);
   }
-  return ranks;
+  // A reduction needs everybody's round at once.
+  const bool can_read = any_data && (all_data || !plan_.reduction);
+  const bool can_publish = publishes && all_slots;
+  return can_read || can_publish ? std::vector<int>() : ranks;
 }
 
 }  // namespace gpumode::host

@@ -34,9 +34,9 @@ class Exchange : public Task {
   Exchange(const Context& context, ExchangePlan plan);
 
   bool step() override;
-  std::vector<int> waiting_for() const override;
 
  private:
+  std::vector<int> waits_of(int rank) const override;
   void enter();
   void start_reading();
   bool publish_round();
@@ -47,18 +47,20 @@ class Exchange : public Task {
   void copy_own();
   bool slot_free_of(int reader) const;
   bool slot_free() const;
+  // How many rounds of this op `publisher` has published so far, how many of them hold something
+  // for `reader`, and how many it is done with.
   uint64_t rounds_of(int publisher) const;
+  uint64_t rounds_for(int reader, int publisher) const;
+  uint64_t rounds_read(int reader, int publisher) const;
   bool reading_done() const;
   size_t piece_bytes() const;
   // Where rank `reader` finds its piece within a slot of a publisher.
   size_t piece_offset(int publisher, int reader) const;
   size_t payload_offset(int publisher, int reader) const;
 
-  Epoch& epoch_;
   Rounds& rounds_;
   const uint64_t step_;
   ExchangePlan plan_;
-  Meeting meeting_;
   uint64_t rounds_to_publish_ = 0, published_ = 0;
   std::vector<uint64_t> to_read_, read_;  // rounds, per publisher
   bool reading_ = false;

@@ -35,33 +35,6 @@ struct Context {
   const Signature& signature;
 };
 
-// A collective in progress on this rank: a state machine that never waits.
-class Task {
- public:
-  virtual ~Task() = default;
-
-  // Does a bounded amount of work, at most about a slot of bytes of each kind; returns whether
-  // anything moved.
-  virtual bool step() = 0;
-  bool done() const { return done_; }
-  // Mismatch ends a task early.
-  const Status& status() const { return status_; }
-  const Straggler& straggler() const { return straggler_; }
-  virtual std::vector<int> waiting_for() const = 0;
-
- protected:
-  void finish(Status status, const Straggler& straggler) {
-    status_ = std::move(status);
-    straggler_ = straggler;
-    done_ = true;
-  }
-
- private:
-  Status status_;
-  Straggler straggler_;
-  bool done_ = false;
-};
-
 // The first phase of every collective: enter, say what we are about to do, and wait until all
 // members have said the same. It makes each collective a barrier, and is what lets a difference
 // between two members be an error on all of them instead of a hang.
@@ -99,6 +72,44 @@ class Meeting {
   int num_missing_;
   bool entered_ = false, uneven_ = false;
   Status status_;
+};
+
+// A collective in progress on this rank: a state machine that never waits.
+class Task {
+ public:
+  virtual ~Task() = default;
+
+  // Does a bounded amount of work, at most about a slot of bytes of each kind; returns whether
+  // anything moved.
+  virtual bool step() = 0;
+  bool done() const { return done_; }
+  // Mismatch ends a task early.
+  const Status& status() const { return status_; }
+  const Straggler& straggler() const { return straggler_; }
+  // The members that hold this rank up, directly or through others: who can go on, and does not,
+  // or is dead. A living member that itself waits is not among them.
+  std::vector<int> waiting_for() const;
+
+ protected:
+  explicit Task(const Context& context) : epoch_(context.epoch), meeting_(context) {}
+
+  // Whose moves `rank` waits for, once all have met, as shared memory tells; nobody's if it can go
+  // on by itself.
+  virtual std::vector<int> waits_of(int rank) const = 0;
+
+  void finish(Status status) {
+    status_ = std::move(status);
+    straggler_ = meeting_.straggler();
+    done_ = true;
+  }
+
+  Epoch& epoch_;
+  Meeting meeting_;
+
+ private:
+  Status status_;
+  Straggler straggler_;
+  bool done_ = false;
 };
 
 }  // namespace gpumode::host

@@ -23,14 +23,13 @@ bool TwoPhase::pays(const Epoch& epoch, size_t nbytes) {
 
 TwoPhase::TwoPhase(const Context& context, const Reduction& reduction, const Buffer& input,
                    const Buffer& output, int root)
-    : epoch_(context.epoch),
+    : Task(context),
       rounds_(context.rounds),
       reduction_(reduction),
       input_(static_cast<const std::byte*>(input.data)),
       output_(static_cast<std::byte*>(output.data)),
       nbytes_(output.nbytes),
       root_(root),
-      meeting_(context),
       collected_(static_cast<size_t>(epoch_.size())),
       sources_(static_cast<size_t>(epoch_.size())) {
   const auto size = static_cast<size_t>(epoch_.size());
@@ -44,7 +43,7 @@ bool TwoPhase::step() {
   if (!meeting_.complete()) {
     const bool moved = meeting_.look();
     if (!meeting_.status().ok()) {
-      finish(meeting_.status(), meeting_.straggler());
+      finish(meeting_.status());
       return true;
     }
     if (!meeting_.complete()) return moved;
@@ -57,7 +56,7 @@ bool TwoPhase::step() {
       std::all_of(collected_.begin(), collected_.end(),
                   [this](uint64_t n) { return n == num_rounds_; })) {
     meeting_.leave(&rounds_);
-    finish({}, meeting_.straggler());
+    finish({});
     return true;
   }
   return moved;
@@ -74,21 +73,28 @@ size_t TwoPhase::contribution_offset(int publisher, int owner) const {
   return static_cast<size_t>(owner < publisher ? owner : owner - 1) * piece_bytes_;
 }
 
+uint64_t TwoPhase::rounds_of(int publisher, Ring ring) const {
+  return epoch_.of(publisher).header().published[ring].load(std::memory_order_acquire) -
+         base(publisher, ring);
+}
+
+uint64_t TwoPhase::rounds_read(int reader, int publisher, Ring ring) const {
+  return epoch_.of(reader).consumed(publisher).rounds[ring].load(std::memory_order_acquire) -
+         base(publisher, ring);
+}
+
 bool TwoPhase::has_published(int rank, Ring ring, uint64_t round) const {
-  return epoch_.of(rank).header().published[ring].load(std::memory_order_acquire) >
-         base(rank, ring) + round;
+  return rounds_of(rank, ring) > round;
 }
 
-bool TwoPhase::has_consumed(int reader, Ring ring, uint64_t round) const {
-  const int me = epoch_.rank();
-  return epoch_.of(reader).consumed(me).rounds[ring].load(std::memory_order_acquire) + kSlots >
-         base(me, ring) + round;
+// Whether `reader` is done with the round that was in the slot of `round` before.
+bool TwoPhase::has_consumed(int reader, int publisher, Ring ring, uint64_t round) const {
+  return rounds_read(reader, publisher, ring) + kSlots > round;
 }
 
-// Whether all readers are done with the round that was in the slot of `round` before.
 bool TwoPhase::slot_free(Ring ring, uint64_t round) const {
   for (int q = 0; q < epoch_.size(); ++q) {
-    if (q != epoch_.rank() && !has_consumed(q, ring, round)) return false;
+    if (q != epoch_.rank() && !has_consumed(q, epoch_.rank(), ring, round)) return false;
   }
   return true;
 }
@@ -174,19 +180,26 @@ bool TwoPhase::collect() {
   return moved;
 }
 
-std::vector<int> TwoPhase::waiting_for() const {
-  if (!meeting_.complete()) return meeting_.missing();
+std::vector<int> TwoPhase::waits_of(int rank) const {
+  const uint64_t contributed = rounds_of(rank, kContributions);
+  const uint64_t reduced = rounds_of(rank, kResults);
+  bool can_contribute = contributed < num_rounds_, can_reduce = reduced < num_rounds_;
+  bool can_collect = false;
   std::vector<int> ranks;
   for (int q = 0; q < epoch_.size(); ++q) {
-    if (q == epoch_.rank()) continue;
-    const bool contribution = reduced_ < num_rounds_ && !has_published(q, kContributions, reduced_);
-    const bool result = collected_[q] < num_rounds_ && !has_published(q, kResults, collected_[q]);
+    if (q == rank) continue;
+    const uint64_t collected = rounds_read(rank, q, kResults);
+    const bool contribution = reduced < num_rounds_ && !has_published(q, kContributions, reduced);
     const bool contribution_slot =
-        contributed_ < num_rounds_ && !has_consumed(q, kContributions, contributed_);
-    const bool result_slot = reduced_ < num_rounds_ && !has_consumed(q, kResults, reduced_);
-    if (contribution || result || contribution_slot || result_slot) ranks.push_back(q);
+        contributed < num_rounds_ && !has_consumed(q, rank, kContributions, contributed);
+    const bool result_slot = reduced < num_rounds_ && !has_consumed(q, rank, kResults, reduced);
+    const bool result = collected < num_rounds_ && !has_published(q, kResults, collected);
+    can_contribute = can_contribute && !contribution_slot;
+    can_reduce = can_reduce && !contribution && !result_slot;
+    can_collect = can_collect || (collected < num_rounds_ && !result);
+    if (contribution || contribution_slot || result_slot || result) ranks.push_back(q);
   }
-  return ranks;
+  return can_contribute || can_reduce || can_collect ? std::vector<int>() : ranks;
 }
 
 }  // namespace gpumode::host

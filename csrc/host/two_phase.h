@@ -27,9 +27,9 @@ class TwoPhase : public Task {
            const Buffer& output, int root = kEverybody);
 
   bool step() override;
-  std::vector<int> waiting_for() const override;
 
  private:
+  std::vector<int> waits_of(int rank) const override;
   struct Piece {
     size_t offset, nbytes;  // within the buffer
   };
@@ -37,8 +37,12 @@ class TwoPhase : public Task {
   size_t contribution_offset(int publisher, int owner) const;
   bool receives() const { return root_ == kEverybody || root_ == epoch_.rank(); }
   uint64_t base(int rank, Ring ring) const { return rounds_.published[rank].ring[ring]; }
+  // How many rounds of this op `publisher` has published so far, and how many `reader` is done
+  // with.
+  uint64_t rounds_of(int publisher, Ring ring) const;
+  uint64_t rounds_read(int reader, int publisher, Ring ring) const;
   bool has_published(int rank, Ring ring, uint64_t round) const;
-  bool has_consumed(int reader, Ring ring, uint64_t round) const;
+  bool has_consumed(int reader, int publisher, Ring ring, uint64_t round) const;
   bool slot_free(Ring ring, uint64_t round) const;
   void publish(Ring ring, uint64_t round);
   void consume(int publisher, Ring ring, uint64_t round);
@@ -47,14 +51,12 @@ class TwoPhase : public Task {
   bool reduce_own();
   bool collect();
 
-  Epoch& epoch_;
   Rounds& rounds_;
   const Reduction reduction_;
   const std::byte* const input_;
   std::byte* const output_;
   const size_t nbytes_;
   const int root_;
-  Meeting meeting_;
   size_t piece_bytes_, shard_bytes_;
   uint64_t num_rounds_;
   uint64_t contributed_ = 0, reduced_ = 0;
