@@ -24,7 +24,6 @@ from _values import (
     same_bits,
 )
 
-SIZES = [1, 2, 3, 4, 8]
 COUNTS = [0, 4, 70_001]  # the last is odd, and takes several rounds through shared memory
 
 
@@ -207,10 +206,10 @@ def gloo_can(row: Row) -> bool:
     return row.op != "avg"  # it gives the sum
 
 
-def whole_table(me: Rank) -> tuple[int, int]:
+def part_of_table(me: Rank, stride: int) -> tuple[int, int]:
     gloo = dist.new_group(backend="gloo")
     num_rows = num_compared = 0
-    for row in rows():
+    for row in itertools.islice(rows(), 0, None, stride):
         case = Case(row, me)
         outputs, expected = run_row(case, dist.group.WORLD)
         check_row(case, outputs, expected)
@@ -234,8 +233,12 @@ def whole_table(me: Rank) -> tuple[int, int]:
     return num_rows, num_compared
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_table(size, tmp_path):
-    for num_rows, num_compared in run(whole_table, size, tmp_path, limit_s=300):
-        assert num_rows == 3258, "a row was added or lost"
-        assert num_compared >= 1686  # Gloo of torch 2.11
+@pytest.mark.parametrize(
+    ("size", "stride"),
+    # Eight ranks take minutes on two cores: all rows by `make contract`, every fifth in CI.
+    [(1, 1), (2, 1), (3, 1), (4, 1), (8, 5), pytest.param(8, 1, marks=pytest.mark.long)],
+)
+def test_table(size, stride, tmp_path):
+    for num_rows, num_compared in run(part_of_table, size, tmp_path, stride, limit_s=300):
+        assert num_rows == -(-3258 // stride), "a row was added or lost"
+        assert num_compared >= 1686 // stride * 0.95  # Gloo of torch 2.11
