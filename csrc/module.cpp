@@ -16,6 +16,7 @@
 #include "c10d/exceptions.h"
 #include "c10d/group.h"
 #include "c10d/recovery.h"
+#include "optim/table.h"
 #ifdef GPUMODE_WITH_CUDA
 #include "symm/copy.h"
 #endif
@@ -132,6 +133,51 @@ void bind_rebuild(py::module_& m) {
       .def("close", &Rebuild::close, NoGil(), "Ends it where it is.");
 }
 
+void bind_optim(py::module_& m) {
+  using optim::Master;
+  using optim::Table;
+  using MaybeTensor = std::optional<at::Tensor>;
+  py::enum_<Master>(m, "Master", "Where the exact value of a parameter is kept.")
+      .value("NONE", Master::None)
+      .value("F32", Master::F32)
+      .value("REMAINDER16", Master::Remainder16);
+  py::class_<Table>(m, "Table", "The parameters of one optimizer; see optim/table.h.")
+      .def(py::init<const std::string&>(), py::arg("rule"))
+      .def(
+          "add",
+          [](Table& self, const at::Tensor& param, const MaybeTensor& owner, int64_t group) {
+            return self.add(param, owner.value_or(at::Tensor()), group);
+          },
+          py::arg("param"), py::arg("owner"), py::arg("group"))
+      .def(
+          "set_state",
+          [](Table& self, int64_t index, const at::Tensor& step,
+             const std::vector<MaybeTensor>& states, const MaybeTensor& master, Master kind,
+             const MaybeTensor& scalar) {
+            optim::ParamState state{
+                step, {}, master.value_or(at::Tensor()), kind, scalar.value_or(at::Tensor())};
+            for (const auto& s : states) state.states.push_back(s.value_or(at::Tensor()));
+            self.set_state(index, std::move(state));
+          },
+          py::arg("index"), py::arg("step"), py::arg("states"), py::arg("master"), py::arg("kind"),
+          py::arg("scalar"))
+      .def(
+          "set_grad",
+          [](Table& self, int64_t index, const MaybeTensor& grad) {
+            self.set_grad(index, grad.value_or(at::Tensor()));
+          },
+          py::arg("index"), py::arg("grad"))
+      .def("set_hyper", &Table::set_hyper, py::arg("group"), py::arg("values"),
+           py::arg("stochastic"), py::arg("seed"))
+      .def("without_state", &Table::without_state, NoGil())
+      .def(
+          "step", [](Table& self, double grad_factor) { self.step({grad_factor}); },
+          py::arg("grad_factor"), NoGil());
+  m.def(
+      "hyper_of_rule", [](const std::string& name) { return optim::rule(name).hyper; },
+      py::arg("rule"), "The names of a rule's hyper-parameters, in order.");
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -140,6 +186,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_options(m);
   bind_backend(m);
   bind_rebuild(m);
+  bind_optim(m);
 
 #ifndef GPUMODE_C10D_MUTABLE_RANK
   m.def(

@@ -1,0 +1,275 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+#include <vector>
+
+#include "optim/update.h"
+
+// One pass of an update over a piece of a tensor, on the CPU. Values are widened into short buffers
+// that stay in the first cache, updated by a loop that the compiler turns into vectors, and
+// narrowed again; what lies in memory as it is computed in is updated there.
+namespace gpumode::optim {
+
+constexpr int kChunk = 256;
+
+struct Piece {
+  const Job* job;
+  int64_t begin, length;  // in elements of the tensor, in row-major order if it has strides
+};
+
+// --------------------------------------------------------------------------------------- in memory
+
+// Calls f(offset, i) with the offset of element begin + i for i = 0 ... length - 1.
+template <class F>
+GPUMODE_HD void for_each_offset(const Job& job, const int64_t* strides, int64_t begin, int length,
+                                F f) {
+  int64_t index[kMaxDims];
+  int64_t offset = 0;
+  for (int d = job.num_dims - 1; d >= 0; --d) {
+    index[d] = begin % job.sizes[d];
+    begin /= job.sizes[d];
+    offset += index[d] * strides[d];
+  }
+  for (int i = 0; i < length; ++i) {
+    f(offset, i);
+    for (int d = job.num_dims - 1; d >= 0; --d) {
+      offset += strides[d];
+      if (++index[d] < job.sizes[d]) break;
+      offset -= index[d] * strides[d];
+      index[d] = 0;
+    }
+  }
+}
+
+// The values of an operand, one after the other: where they lie, or collected in `buffer`.
+template <class Raw>
+GPUMODE_HD Raw* collect(const Job& job, const Operand& operand, int64_t begin, int length,
+                        Raw* buffer) {
+  auto* data = static_cast<Raw*>(operand.data);
+  if (operand.strides == nullptr) return data + begin;
+  for_each_offset(job, operand.strides, begin, length,
+                  [&](int64_t offset, int i) { buffer[i] = data[offset]; });
+  return buffer;
+}
+
+// Where `length` values may be put before they are spread.
+template <class Raw>
+GPUMODE_HD Raw* place(const Operand& operand, int64_t begin, Raw* buffer) {
+  return operand.strides == nullptr ? static_cast<Raw*>(operand.data) + begin : buffer;
+}
+
+template <class Raw>
+GPUMODE_HD void spread(const Job& job, const Operand& operand, int64_t begin, int length,
+                       const Raw* values) {
+  if (operand.strides == nullptr) return;
+  auto* data = static_cast<Raw*>(operand.data);
+  for_each_offset(job, operand.strides, begin, length,
+                  [&](int64_t offset, int i) { data[offset] = values[i]; });
+}
+
+// ----------------------------------------------------------------------------------------- as T
+
+template <class Format, class T>
+GPUMODE_HD T* load_as(const Job& job, const Operand& operand, int64_t begin, int length,
+                      T* buffer) {
+  using Raw = typename Format::Raw;
+  Raw raw[kChunk];
+  const Raw* values = collect(job, operand, begin, length, raw);
+#pragma GCC ivdep
+  for (int i = 0; i < length; ++i) buffer[i] = static_cast<T>(Format::widen(values[i]));
+  return buffer;
+}
+
+// The operand's values in T: where they lie, or in `buffer`.
+template <class T>
+GPUMODE_HD T* load(const Job& job, const Operand& operand, int64_t begin, int length, T* buffer) {
+  constexpr DType kOwn = std::is_same_v<T, float> ? DType::F32 : DType::F64;
+  if (operand.dtype == kOwn) return collect(job, operand, begin, length, buffer);
+  switch (operand.dtype) {
+    case DType::F32:
+      return load_as<F32>(job, operand, begin, length, buffer);
+    case DType::F64:
+      return load_as<F64>(job, operand, begin, length, buffer);
+    case DType::BF16:
+      return load_as<BF16>(job, operand, begin, length, buffer);
+    default:
+      return load_as<F16>(job, operand, begin, length, buffer);
+  }
+}
+
+template <class Format, class T, class Narrow>
+GPUMODE_HD void store_as(const Job& job, const Operand& operand, int64_t begin, int length,
+                         const T* values, Narrow narrow) {
+  using Raw = typename Format::Raw;
+  Raw raw[kChunk];
+  Raw* to = place(operand, begin, raw);
+#pragma GCC ivdep
+  for (int i = 0; i < length; ++i) to[i] = narrow(values[i], i);
+  spread(job, operand, begin, length, to);
+}
+
+template <class T>
+GPUMODE_HD void store(const Job& job, const Operand& operand, int64_t begin, int length,
+                      const T* values, const uint32_t* random_key) {
+  constexpr DType kOwn = std::is_same_v<T, float> ? DType::F32 : DType::F64;
+  if (operand.dtype == kOwn) return spread(job, operand, begin, length, values);
+  switch (operand.dtype) {
+    case DType::F32:
+      return store_as<F32>(job, operand, begin, length, values,
+                           [](T x, int) { return F32::narrow(static_cast<float>(x)); });
+    case DType::F64:
+      return store_as<F64>(job, operand, begin, length, values,
+                           [](T x, int) { return F64::narrow(x); });
+    case DType::BF16:
+      if (random_key != nullptr) {
+        const uint32_t key = *random_key;
+        return store_as<BF16>(job, operand, begin, length, values, [=](T x, int i) {
+          return BF16::narrow(static_cast<float>(x), random_bits(key, begin + i));
+        });
+      }
+      return store_as<BF16>(job, operand, begin, length, values,
+                            [](T x, int) { return BF16::narrow(static_cast<float>(x)); });
+    default:
+      return store_as<F16>(job, operand, begin, length, values,
+                           [](T x, int) { return F16::narrow(static_cast<float>(x)); });
+  }
+}
+
+// -------------------------------------------------------------------------------- the parameter
+
+template <class T>
+GPUMODE_HD T* load_param(const Job& job, int64_t begin, int length, T* buffer) {
+  if (job.master_kind == Master::None) return load(job, job.param, begin, length, buffer);
+  if (job.master_kind == Master::F32) return load(job, job.master, begin, length, buffer);
+  uint16_t high_raw[kChunk];
+  int16_t remainder_raw[kChunk];
+  const uint16_t* high = collect(job, job.param, begin, length, high_raw);
+  const int16_t* remainder = collect(job, job.master, begin, length, remainder_raw);
+  for (int i = 0; i < length; ++i) buffer[i] = static_cast<T>(join(high[i], remainder[i]));
+  return buffer;
+}
+
+template <class T>
+GPUMODE_HD void store_param(const Job& job, int64_t begin, int length, const T* values,
+                            const uint32_t* random_key) {
+  if (job.master_kind != Master::Remainder16) {
+    const bool has_master = job.master_kind == Master::F32;
+    if (has_master) store(job, job.master, begin, length, values, nullptr);
+    return store(job, job.param, begin, length, values, has_master ? nullptr : random_key);
+  }
+  uint16_t high_raw[kChunk];
+  int16_t remainder_raw[kChunk];
+  uint16_t* high = place(job.param, begin, high_raw);
+  int16_t* remainder = place(job.master, begin, remainder_raw);
+  for (int i = 0; i < length; ++i) split(static_cast<float>(values[i]), &high[i], &remainder[i]);
+  spread(job, job.param, begin, length, high);
+  spread(job, job.master, begin, length, remainder);
+}
+
+// ------------------------------------------------------------------------------------- the pass
+
+// Adds up in double, in a fixed order of its own.
+template <class T>
+GPUMODE_HD double sum(const T* terms, int length) {
+  constexpr int kLanes = 8;
+  double lanes[kLanes] = {};
+  int i = 0;
+  for (; i + kLanes <= length; i += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += static_cast<double>(terms[i + lane]);
+  }
+  for (; i < length; ++i) lanes[0] += static_cast<double>(terms[i]);
+  double total = 0.0;
+  for (const double lane : lanes) total += lane;
+  return total;
+}
+
+// One chunk. `sums` receives the sums of the update's terms.
+template <class T, class Update>
+GPUMODE_HD void run_chunk(const Job& job, const StepOptions& options, const Update& update,
+                          int64_t begin, int length, double* sums) {
+  constexpr int kStates = Update::kNumStates, kSums = Update::kNumSums;
+  constexpr unsigned kAccess = Update::kAccess;
+  alignas(64) T p_buffer[kChunk], g_buffer[kChunk];
+  alignas(64) T s_buffer[kStates + 1][kChunk];
+  alignas(64) T terms[kSums + 1][kChunk];
+  T* p = p_buffer;
+  const T* g = g_buffer;
+  T* s[kStates + 1];
+  if (kAccess & kReadsParam) p = load_param(job, begin, length, p_buffer);
+  if (kAccess & kReadsGrad) g = load(job, job.grad, begin, length, g_buffer);
+  for (int k = 0; k < kStates; ++k) {
+    s[k] = s_buffer[k];
+    if (job.states[k].data != nullptr) {
+      s[k] = load(job, job.states[k], begin, length, s_buffer[k]);
+    } else {
+      std::fill_n(s_buffer[k], length, T(0));
+    }
+  }
+  const T factor = static_cast<T>(options.grad_factor);
+#pragma GCC ivdep
+  for (int i = 0; i < length; ++i) {
+    T at_p = p[i];
+    T at_states[kStates + 1], at_terms[kSums + 1];
+    for (int k = 0; k < kStates; ++k) at_states[k] = s[k][i];
+    update(at_p, g[i] * factor, at_states, at_terms);
+    if (kAccess & kWritesParam) p[i] = at_p;
+    for (int k = 0; k < kStates && kAccess & kWritesStates; ++k) s[k][i] = at_states[k];
+    for (int k = 0; k < kSums; ++k) terms[k][i] = at_terms[k];
+  }
+  const auto key = [&](uint32_t operand) {
+    return random_key(job.seed, static_cast<uint64_t>(job.step), job.index, operand);
+  };
+  if (kAccess & kWritesParam) {
+    const uint32_t random = job.stochastic ? key(0) : 0;
+    store_param(job, begin, length, p, job.stochastic ? &random : nullptr);
+  }
+  for (uint32_t k = 0; k < kStates && kAccess & kWritesStates; ++k) {
+    if (job.states[k].data == nullptr) continue;
+    const uint32_t random = job.stochastic ? key(1 + k) : 0;
+    store(job, job.states[k], begin, length, s[k], job.stochastic ? &random : nullptr);
+  }
+  for (int k = 0; k < kSums; ++k) sums[k] += sum(terms[k], length);
+}
+
+template <class T, template <class> class Update>
+GPUMODE_HD void run_piece_as(const Piece& piece, const StepOptions& options, double* sums) {
+  const Update<T> update(*piece.job);
+  const int64_t end = piece.begin + piece.length;
+  for (int64_t begin = piece.begin; begin < end; begin += kChunk) {
+    const int length = static_cast<int>(std::min<int64_t>(kChunk, end - begin));
+    run_chunk<T>(*piece.job, options, update, begin, length, sums);
+  }
+}
+
+#if defined(__x86_64__)
+template <class T, template <class> class Update>
+__attribute__((noinline, target("avx2"))) void run_piece_avx2(const Piece& piece,
+                                                              const StepOptions& options,
+                                                              double* sums) {
+  run_piece_as<T, Update>(piece, options, sums);
+}
+#endif
+
+// Once for every x86-64 and once for those with AVX2. Both give the same bits.
+template <class T, template <class> class Update>
+void run_piece_in(const Piece& piece, const StepOptions& options, double* sums) {
+#if defined(__x86_64__)
+  static const bool avx2 = __builtin_cpu_supports("avx2");
+  if (avx2) return run_piece_avx2<T, Update>(piece, options, sums);
+#endif
+  run_piece_as<T, Update>(piece, options, sums);
+}
+
+// Updates a piece of a tensor. `sums`, of kMaxSums, receives the sums of the update's terms.
+template <template <class> class Update>
+void run_piece(const Piece& piece, const StepOptions& options, double* sums) {
+  if (piece.job->param.dtype == DType::F64) {
+    run_piece_in<double, Update>(piece, options, sums);
+  } else {
+    run_piece_in<float, Update>(piece, options, sums);
+  }
+}
+
+}  // namespace gpumode::optim

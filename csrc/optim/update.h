@@ -1,0 +1,50 @@
+#pragma once
+
+#include "optim/arithmetic.h"
+#include "optim/job.h"
+
+namespace gpumode::optim {
+
+// An update is what one pass over the tensors does to one element, in the type T that it computes
+// in: double for parameters of float64, else float. It is built once per tensor, from its Job, and
+// then called per element:
+//
+//     update(p, g, states, terms)
+//
+// with what its kAccess says to read, in T, and changes in place what it says to write. A state
+// that a Job has no memory for is not read, and what is written to it is dropped. `terms` are
+// summed over the tensor into Job::sums, for the pass that comes next.
+enum Access : unsigned {
+  kReadsParam = 1,
+  kWritesParam = 2,
+  kReadsGrad = 4,
+  kReadsStates = 8,
+  kWritesStates = 16,
+  // What nearly all do.
+  kAll = kReadsParam | kWritesParam | kReadsGrad | kReadsStates | kWritesStates,
+};
+
+// The hyper-parameters of a group, as a struct of doubles.
+template <class Hyper>
+GPUMODE_HD const Hyper& hyper_of(const Job& job) {
+  static_assert(sizeof(Hyper) <= kMaxHyper * sizeof(double));
+  return *reinterpret_cast<const Hyper*>(job.hyper);
+}
+
+// What all of them do to a gradient first.
+template <class T>
+struct Gradient {
+  T sign, decay;
+  bool decays;  // else an infinite parameter would spoil its update
+
+  GPUMODE_HD Gradient(double maximize, double weight_decay)
+      : sign(maximize != 0.0 ? T(-1) : T(1)),
+        decay(static_cast<T>(weight_decay)),
+        decays(weight_decay != 0.0) {}
+  GPUMODE_HD T operator()(T p, T g) const {
+    g *= sign;
+    return decays ? g + decay * p : g;
+  }
+};
+
+}  // namespace gpumode::optim

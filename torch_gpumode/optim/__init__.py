@@ -1,0 +1,30 @@
+"""Fused optimizers: drop-in for torch.optim, one pass over the memory of all tensors.
+
+optimizer = torch_gpumode.optim.FusedAdamW(model.parameters(), lr=1e-3)
+
+FusedAdam, FusedAdamW, FusedSGD, FusedAdagrad and FusedRMSprop take the arguments of their namesakes
+in torch.optim, and each loads the other's state_dict. FusedLion, FusedLAMB and FusedNovoGrad have
+none there. What all of them take besides is in the docstring of FusedOptimizer; what exactly each
+computes is in torch_gpumode.optim.naive.
+"""
+
+from torch_gpumode.optim._fused import FusedOptimizer
+from torch_gpumode.optim.adagrad import FusedAdagrad
+from torch_gpumode.optim.adam import FusedAdam, FusedAdamW
+from torch_gpumode.optim.lamb import FusedLAMB
+from torch_gpumode.optim.lion import FusedLion
+from torch_gpumode.optim.novograd import FusedNovoGrad
+from torch_gpumode.optim.rmsprop import FusedRMSprop
+from torch_gpumode.optim.sgd import FusedSGD
+
+__all__ = [
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedAdamW",
+    "FusedLAMB",
+    "FusedLion",
+    "FusedNovoGrad",
+    "FusedOptimizer",
+    "FusedRMSprop",
+    "FusedSGD",
+]

@@ -1,0 +1,401 @@
+"""What all fused optimizers share: state, checkpoints, and the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, overload
+
+import torch
+from torch import Tensor
+
+from torch_gpumode import _extension
+from torch_gpumode.optim._state import ParamState, States, Watch
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+MASTERS = (None, "fp32", "remainder16")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+STATE_DTYPES = (None, torch.float32, torch.bfloat16)
+
+
+class _AsSaved:
+    """Carries a tensor past torch's load_state_dict, which casts it to the parameter's dtype."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Updates all tensors of all param groups in one pass over memory.
+
+    A subclass says what its rule in csrc/optim needs: which states a parameter has, and the
+    hyper-parameters of a group. All of them take, besides the arguments of their torch.optim
+    namesake (of which `foreach` and `fused` choose among torch's implementations, and nothing
+    here):
+
+    Args:
+        master: where the exact value of a parameter in half precision is kept. "fp32": in a float32
+            copy, `state["master_param"]`; "remainder16": in 16 more bits for each element of a
+            bfloat16 parameter, `state["remainder"]`, which together with the parameter are the same
+            float32 in half the memory; None: nowhere. Other parameters need none.
+        stochastic_rounding: what is stored as bfloat16 is rounded up or down by chance, so that the
+            average is right. The same `seed`, step and order of parameters give the same bits.
+        state_dtype: of new states: torch.float32 or torch.bfloat16. None: float64 for parameters of
+            float64, else float32. Loaded states keep the dtype that they have.
+        seed: of stochastic rounding.
+
+    Parameters are float32, bfloat16, float16 or float64, of any layout; gradients are any of these,
+    and need not be of the parameter's dtype or layout. What is not float64 is computed in float32.
+    Hyper-parameters may be changed at any time. `step` reads p.grad, and does not change it.
+
+    Raises (`step`, and nothing was changed):
+        RuntimeError: a gradient is sparse, complex, or of another shape or device; a state is of
+            another shape or device; a parameter or a state shares memory with itself.
+        ValueError: a hyper-parameter is not finite.
+    """
+
+    _rule: ClassVar[str]
+    # Of a group: what `_hyper` and the table of parameters are made from.
+    _keys: ClassVar[tuple[str, ...]]
+    _own_keys: ClassVar[tuple[str, ...]] = ("master", "stochastic_rounding", "seed")
+    _has_scalar: ClassVar[bool] = False
+    # GradScaler then leaves unscaling, and what to do about infinities, to `step`.
+    _step_supports_amp_scaling = True
+
+    # What is derived from the state and the groups; None: it must be made anew.
+    _table: Any = None
+    _layout: tuple[Any, ...] | None = None
+    _entries: list[tuple[Tensor, dict[str, Any]]] | None = None
+    _seen: list[tuple[Any, ...]] | None = None
+    _seen_states: list[tuple[Any, ...]] | None = None
+
+    def __init__(
+        self,
+        params: Params,
+        defaults: dict[str, Any],
+        *,
+        master: str | None,
+        stochastic_rounding: bool,
+        state_dtype: torch.dtype | None,
+        seed: int,
+    ) -> None:
+        if defaults.get("differentiable"):
+            raise RuntimeError("`fused` does not support `differentiable`")
+        if defaults.get("fused") and defaults.get("foreach"):
+            raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+        defaults = {
+            **defaults,
+            "master": master,
+            "stochastic_rounding": stochastic_rounding,
+            "state_dtype": state_dtype,
+            "seed": seed,
+        }
+        self._check_group(defaults)
+        if isinstance(params, Iterable) and not isinstance(params, Tensor | dict):
+            params = list(params)  # type: ignore[assignment]
+        groups = [g for g in params if isinstance(g, dict)] if isinstance(params, list) else []
+        before = [dict(g) for g in groups]
+        try:
+            super().__init__(params, defaults)
+        except BaseException:
+            for group, was in zip(groups, before, strict=True):
+                group.clear()
+                group.update(was)
+            raise
+        self._adopt_state()
+
+    # ------------------------------------------------------------------------- for subclasses
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
+        """Returns the keys of the rule's states, in its order; None for one the group has not."""
+        raise NotImplementedError
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Returns the rule's hyper-parameters by name."""
+        raise NotImplementedError
+
+    def _initial(self, name: str, group: dict[str, Any]) -> float:
+        """Returns what a new state is filled with."""
+        return 0.0
+
+    def _check_hyper(self, group: dict[str, Any]) -> None:
+        """Raises ValueError for hyper-parameters that make no sense."""
+
+    # ----------------------------------------------------------------------------- groups, state
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        for key in self._keys:
+            values = group[key] if isinstance(group[key], tuple | list) else (group[key],)
+            for value in values:
+                if isinstance(value, Tensor) and value.numel() != 1:
+                    raise ValueError(f"Tensor {key} must be 1-element")
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise ValueError(f"Invalid {key}: {value}: expected a finite number")
+        if group["master"] not in MASTERS:
+            raise ValueError(f"Invalid master: {group['master']!r}: expected one of {MASTERS}")
+        if group["state_dtype"] not in STATE_DTYPES:
+            raise ValueError(
+                f"Invalid state_dtype: {group['state_dtype']}: expected one of {STATE_DTYPES}"
+            )
+        seed = group["seed"]
+        if not isinstance(seed, int) or not 0 <= seed < 2**64:
+            raise ValueError(f"Invalid seed: {seed!r}: expected an int of at most 64 bits")
+        self._check_hyper(group)
+
+    def _check_params(self, group: dict[str, Any]) -> None:
+        for param in group["params"]:
+            if param.dtype not in DTYPES:
+                raise RuntimeError(
+                    f"{type(self).__name__} requires all the params to be floating point Tensors "
+                    f"of float32, bfloat16, float16 or float64, but one is of {param.dtype}"
+                )
+            if param.layout != torch.strided:
+                raise RuntimeError(
+                    f"{type(self).__name__} requires dense params, but one is {param.layout}"
+                )
+            if param.dtype == torch.float16 and group["master"] == "remainder16":
+                raise ValueError(
+                    'master: "remainder16" is for parameters of bfloat16, and one is of float16: '
+                    'expected "fp32"'
+                )
+            if param.dtype == torch.float16 and group["stochastic_rounding"]:
+                raise ValueError(
+                    "stochastic_rounding: is for parameters of bfloat16, and one is of float16"
+                )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim.Optimizer's; a call that raises leaves the caller's dict as it was."""
+        before = dict(param_group) if isinstance(param_group, dict) else None
+        num_groups = len(self.param_groups)
+        try:
+            super().add_param_group(param_group)
+            self._check_group(self.param_groups[-1])
+            self._check_params(self.param_groups[-1])
+        except BaseException:
+            del self.param_groups[num_groups:]
+            if before is not None:
+                param_group.clear()
+                param_group.update(before)
+            raise
+        self._table = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # A checkpoint of torch's own optimizer knows nothing of ours.
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        self._adopt_state()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "state": self.state.plain()}  # type: ignore[attr-defined]
+
+    def _adopt_state(self) -> None:
+        """Watches the state, and forgets what was derived from it."""
+        self._watch = Watch()
+        self.state = States(self._watch, self.state)  # type: ignore[assignment]
+        self._table = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim.Optimizer.state_dict; what our namesake in torch.optim can load."""
+
+        def plain(_: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+            for key, kept in saved["state"].items():
+                saved["state"][key] = dict(kept) if isinstance(kept, dict) else kept
+
+        hook = self.register_state_dict_post_hook(plain, prepend=True)  # before the user's
+        try:
+            return super().state_dict()
+        finally:
+            hook.remove()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state of this class or of its torch.optim namesake.
+
+        States go to their parameter's device and keep their dtype.
+        """
+
+        def hide(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            def hidden(value: Any) -> Any:
+                return _AsSaved(value) if isinstance(value, Tensor) else value
+
+            states = {
+                key: {name: hidden(v) for name, v in kept.items()}
+                if isinstance(kept, dict)
+                else kept
+                for key, kept in loaded["state"].items()
+            }
+            return {**loaded, "state": states}
+
+        def show(_: torch.optim.Optimizer) -> None:
+            for param, kept in self.state.items():
+                for name, value in kept.items() if isinstance(kept, dict) else ():
+                    if isinstance(value, _AsSaved):
+                        kept[name] = value.tensor.to(device=param.device)
+
+        # After the user's hooks, and before them.
+        hooks = [
+            self.register_load_state_dict_pre_hook(hide),
+            self.register_load_state_dict_post_hook(show, prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._table = None
+
+    @torch.no_grad()
+    def _complete(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """Returns the state of a parameter, after adding what it lacks."""
+        state: ParamState = self.state[param]
+        names = [name for name in self._state_names(group) if name is not None]
+        step = state.get("step")
+        if step is None:  # torch's SGD does not count
+            step = float(any(isinstance(state.get(name), Tensor) for name in names))
+        if not (isinstance(step, Tensor) and step.dtype == torch.float32 and step.dim() == 0):
+            step = torch.tensor(float(step), dtype=torch.float32)
+        state.add("step", step.to(param.device))
+        dtype = group["state_dtype"]
+        if dtype is None or param.dtype == torch.float64:
+            dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+        for name in names:
+            if not isinstance(state.get(name), Tensor):
+                value = self._initial(name, group)
+                state.add(name, torch.full_like(param, value, dtype=dtype, requires_grad=False))
+        if self._has_scalar and "exp_avg_sq" not in state:
+            state.add("exp_avg_sq", torch.zeros((), dtype=torch.float32, device=param.device))
+        if param.dtype in (torch.bfloat16, torch.float16):
+            if group["master"] == "fp32" and "master_param" not in state:
+                state.add("master_param", param.detach().float())
+            if group["master"] == "remainder16" and "remainder" not in state:
+                zeros = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
+                state.add("remainder", zeros)
+        return state
+
+    # ------------------------------------------------------------------------------------ step
+
+    def _build_table(self) -> None:
+        """Tells the C++ side which parameters there are; their states follow with gradients."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.device.type != "cpu":
+                    raise RuntimeError(
+                        f"{type(self).__name__}: a parameter is on {param.device}: this build "
+                        f"updates parameters on cpu"
+                    )
+        table = _extension.load().Table(self._rule)
+        entries = []
+        for number, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                table.add(param.detach(), param, number)
+                entries.append((param, group))
+        self._entries, self._layout, self._table = entries, self._layout_now(), table
+        self._watch.changed = False
+        self._seen = [()] * len(self.param_groups)
+        self._seen_states = list(map(self._states_of, self.param_groups))
+        for index, (param, group) in enumerate(entries):
+            if param in self.state:
+                self._hand_over(index, param, group)
+
+    def _layout_now(self) -> tuple[Any, ...]:
+        """Returns what tells whether somebody else has changed the groups' lists."""
+        return tuple([(id(group["params"]), len(group["params"])) for group in self.param_groups])
+
+    def _states_of(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        return (*self._state_names(group), group["master"])
+
+    def _hand_over(self, index: int, param: Tensor, group: dict[str, Any]) -> None:
+        state = self._complete(param, group)
+        kinds = _extension.load().Master
+        master, kind = None, kinds.NONE
+        if param.dtype in (torch.bfloat16, torch.float16) and group["master"] is not None:
+            is_fp32 = group["master"] == "fp32"
+            master = state["master_param" if is_fp32 else "remainder"]
+            kind = kinds.F32 if is_fp32 else kinds.REMAINDER16
+        self._table.set_state(
+            index,
+            step=state["step"],
+            states=[state[name] if name else None for name in self._state_names(group)],
+            master=master,
+            kind=kind,
+            scalar=state["exp_avg_sq"] if self._has_scalar else None,
+        )
+
+    def _update_hyper(self) -> None:
+        """Hands over the hyper-parameters of the groups in which one has changed."""
+        keys = (*self._keys, *self._own_keys)
+        assert self._seen is not None
+        assert self._seen_states is not None
+        assert self._entries is not None
+        for number, group in enumerate(self.param_groups):
+            now = tuple([_number(group[key]) for key in keys])
+            if now == self._seen[number]:
+                continue
+            self._check_group(group)
+            by_name = self._hyper(group)
+            values = [float(by_name[name]) for name in _extension.load().hyper_of_rule(self._rule)]
+            if not all(map(math.isfinite, values)):
+                raise ValueError(f"Invalid hyper-parameters: {by_name}: expected finite numbers")
+            self._table.set_hyper(number, values, group["stochastic_rounding"], group["seed"])
+            self._seen[number] = now
+            if self._states_of(group) == self._seen_states[number]:
+                continue
+            for index, (param, its_group) in enumerate(self._entries):
+                if its_group is group and param in self.state:
+                    self._hand_over(index, param, group)
+            self._seen_states[number] = self._states_of(group)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Updates all parameters that have a gradient.
+
+        Args:
+            closure: computes the loss, and the gradients, first.
+
+        Returns:
+            What `closure` returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and found_inf.item() != 0:
+            return loss
+        if type(self.state) is not States:
+            self._adopt_state()
+        if self._table is None or self._watch.changed or self._layout != self._layout_now():
+            self._build_table()
+        self._update_hyper()
+        assert self._entries is not None
+        for index in self._table.without_state():
+            self._hand_over(index, *self._entries[index])
+        self._table.step(1.0 if grad_scale is None else 1.0 / grad_scale.item())
+        return loss
+
+
+def _number(value: Any) -> Any:
+    """Returns a hyper-parameter as a number, so that one that changed in place is seen."""
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(value, tuple | list):
+        return tuple([_number(v) for v in value])
+    return value
+
+
+def check_at_least_zero(group: dict[str, Any], **names: str) -> None:
+    """Raises ValueError, in torch's words, for the first key whose value is negative."""
+    for key, what in names.items():
+        if not group[key] >= 0.0:
+            raise ValueError(f"Invalid {what}: {group[key]}")
+
+
+def check_betas(group: dict[str, Any]) -> None:
+    for index, beta in enumerate(group["betas"]):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")

@@ -1,0 +1,132 @@
+"""Adam and AdamW."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_gpumode.optim._fused import FusedOptimizer, Params, check_at_least_zero, check_betas
+
+
+class FusedAdam(FusedOptimizer):
+    """torch.optim.Adam in one pass over memory.
+
+    Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015; amsgrad: Reddi et
+    al., "On the Convergence of Adam and Beyond", 2018. What it computes is written out in
+    torch_gpumode.optim.naive.adam.
+
+    Args: as torch.optim.Adam, and those of FusedOptimizer.
+    """
+
+    _rule = "adam"
+    _keys = (
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "amsgrad",
+        "maximize",
+        "decoupled_weight_decay",
+    )
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        master: str | None = None,
+        stochastic_rounding: bool = False,
+        state_dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        super().__init__(
+            params,
+            defaults,
+            master=master,
+            stochastic_rounding=stochastic_rounding,
+            state_dtype=state_dtype,
+            seed=seed,
+        )
+
+    def _check_hyper(self, group: dict[str, Any]) -> None:
+        check_at_least_zero(
+            group, lr="learning rate", eps="epsilon value", weight_decay="weight_decay value"
+        )
+        check_betas(group)
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
+        return "exp_avg", "exp_avg_sq", "max_exp_avg_sq" if group["amsgrad"] else None
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+        beta1, beta2 = group["betas"]
+        return {
+            "lr": group["lr"],
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "amsgrad": group["amsgrad"],
+            "maximize": group["maximize"],
+            "decoupled": group["decoupled_weight_decay"],
+        }
+
+
+class FusedAdamW(FusedAdam):
+    """torch.optim.AdamW in one pass over memory.
+
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019. What it computes
+    is written out in torch_gpumode.optim.naive.adam.
+
+    Args: as torch.optim.AdamW, and those of FusedOptimizer.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            decoupled_weight_decay=True,
+            **options,
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # also of a checkpoint from before torch had the key
+            group["decoupled_weight_decay"] = True
