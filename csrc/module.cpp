@@ -172,7 +172,21 @@ void bind_optim(py::module_& m) {
       .def("without_state", &Table::without_state, NoGil())
       .def(
           "step", [](Table& self, double grad_factor) { self.step({grad_factor}); },
-          py::arg("grad_factor"), NoGil());
+          py::arg("grad_factor"), NoGil())
+      .def("grad_norm", &Table::grad_norm, py::arg("factor"), NoGil());
+  m.def("grad_norm", &optim::grad_norm, py::arg("grads"), NoGil());
+  m.def("scale_", &optim::scale_, py::arg("grads"), py::arg("factor"), NoGil());
+  m.def(
+      "same_objects",
+      [](const py::list& a, const py::list& b) {
+        const Py_ssize_t size = PyList_GET_SIZE(a.ptr());
+        bool same = size == PyList_GET_SIZE(b.ptr());
+        for (Py_ssize_t i = 0; i < size && same; ++i) {
+          same = PyList_GET_ITEM(a.ptr(), i) == PyList_GET_ITEM(b.ptr(), i);
+        }
+        return same;
+      },
+      py::arg("a"), py::arg("b"), "Whether two lists hold the same objects.");
   m.def(
       "hyper_of_rule", [](const std::string& name) { return optim::rule(name).hyper; },
       py::arg("rule"), "The names of a rule's hyper-parameters, in order.");

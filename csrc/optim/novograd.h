@@ -14,17 +14,7 @@ struct NovogradHyper {
 // average of the gradient, normalised before (inside) or after; and one number per tensor, the
 // average of its gradient's squared norm.
 
-// First pass: the squared norm of the gradient.
-template <class T>
-struct NovogradNorm {
-  static constexpr unsigned kAccess = kReadsGrad;
-  static constexpr int kNumStates = 0;
-  static constexpr int kNumSums = 1;
-
-  GPUMODE_HD explicit NovogradNorm(const Job& /*job*/) {}
-  GPUMODE_HD void operator()(T& /*p*/, T g, T* /*states*/, T* terms) const { terms[0] = g * g; }
-};
-
+// Its first pass is GradNorm.
 template <class T>
 struct NovogradUpdate {
   static constexpr unsigned kAccess = kAll;

@@ -4,6 +4,7 @@
 
 #include "optim/adagrad.h"
 #include "optim/adam.h"
+#include "optim/grads.h"
 #include "optim/lamb.h"
 #include "optim/lion.h"
 #include "optim/novograd.h"
@@ -50,7 +51,7 @@ const std::vector<Rule>& rules() {
        {"lr", "beta1", "beta2", "eps", "weight_decay", "bias_correction", "grad_averaging",
         "inside_moment", "init_zero", "maximize"},
        1,
-       {run_piece<NovogradNorm>, run_piece<NovogradUpdate>},
+       {run_piece<GradNorm>, run_piece<NovogradUpdate>},
        NovogradUpdate<double>::next_scalar},
   };
   return all;

@@ -3,14 +3,12 @@
 #include <string>
 #include <vector>
 
-#include "optim/cpu_pass.h"
+#include "optim/passes.h"
 
 namespace gpumode::optim {
 
 // One optimizer: what its groups set, what its tensors keep, and the passes of its step.
 struct Rule {
-  using Pass = void (*)(const Piece& piece, const StepOptions& options, double* sums);
-
   const char* name;
   // Keys of a param group, in the order of the Hyper struct.
   std::vector<const char*> hyper;

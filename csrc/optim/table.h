@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "optim/operands.h"
+#include "optim/passes.h"
 #include "optim/rules.h"
 
 namespace gpumode::optim {
@@ -22,7 +24,8 @@ struct ParamState {
 };
 
 // The parameters of one optimizer, what they keep, and the hyper-parameters of their groups. It
-// reads the gradients itself, so that a step costs Python one call.
+// reads the gradients itself, so that a step costs Python one call. All that can fail throws
+// RuntimeError before anything is changed.
 class Table {
  public:
   explicit Table(const std::string& rule_name);
@@ -35,11 +38,14 @@ class Table {
   // `values` as Rule::hyper.
   void set_hyper(int64_t group, std::vector<double> values, bool stochastic, uint64_t seed);
 
-  // Those that have a gradient, and no state yet.
+  // Those that have a gradient, and no state yet; if there are any, after a check of everything
+  // that `step` will take.
   std::vector<int64_t> without_state() const;
 
-  // Updates all parameters that have a gradient. RuntimeError, with nothing changed, if a gradient
-  // or a state is none that it can take, or the parameter overlaps itself.
+  // The norm of all gradients as one vector, times `factor`.
+  double grad_norm(double factor);
+
+  // Updates all parameters that have a gradient.
   void step(const StepOptions& options);
 
  private:
@@ -53,20 +59,14 @@ class Table {
     bool stochastic = false;
     uint64_t seed = 0;
   };
-  // Sizes and strides of what does not lie as its parameter does.
-  struct Layout {
-    std::vector<int64_t> sizes;
-    std::vector<int64_t> strides[3 + kMaxStates];
-  };
 
   const at::Tensor& grad_of(const Param& param) const;
   bool is_plain(const Param& param, const at::Tensor& grad) const;
   void check(const Param& param, const at::Tensor& grad) const;
   void collect_jobs();
-  void fill(Job* job, const Param& param, const at::Tensor& grad);
-  void lay_out(Job* job, const Param& param, const at::Tensor& grad);
-  void cut();
-  void run(const StepOptions& options);
+  void fill(Job* job, const Param& param, const at::Tensor& grad) const;
+  Operands operands(Job* job, const Param& param, const at::Tensor& grad) const;
+  void finish();
 
   const Rule& rule_;
   std::vector<Param> params_;
@@ -74,9 +74,12 @@ class Table {
   // Of the step that runs; kept for their memory.
   std::vector<Job> jobs_;
   std::vector<const Param*> job_params_;
-  std::vector<Piece> pieces_;
-  std::vector<double> sums_;
   std::deque<Layout> layouts_;
+  Passes passes_;
 };
+
+// The same of gradients alone: their norm as one vector, and multiplying them.
+double grad_norm(const std::vector<at::Tensor>& grads);
+void scale_(const std::vector<at::Tensor>& grads, double factor);
 
 }  // namespace gpumode::optim

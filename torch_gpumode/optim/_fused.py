@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_gpumode import _extension
+from torch_gpumode.optim._scaling import Scaling, clip_coefficient
 from torch_gpumode.optim._state import ParamState, States, Watch
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -41,8 +42,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             float32 in half the memory; None: nowhere. Other parameters need none.
         stochastic_rounding: what is stored as bfloat16 is rounded up or down by chance, so that the
             average is right. The same `seed`, step and order of parameters give the same bits.
-        state_dtype: of new states: torch.float32 or torch.bfloat16. None: float64 for parameters of
-            float64, else float32. Loaded states keep the dtype that they have.
+        state_dtype: of new states: torch.float32 or torch.bfloat16; None: float32. Those of
+            float64 parameters are float64. Loaded states keep the dtype that they have.
         seed: of stochastic rounding.
 
     Parameters are float32, bfloat16, float16 or float64, of any layout; gradients are any of these,
@@ -65,10 +66,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # What is derived from the state and the groups; None: it must be made anew.
     _table: Any = None
-    _layout: tuple[Any, ...] | None = None
-    _entries: list[tuple[Tensor, dict[str, Any]]] | None = None
-    _seen: list[tuple[Any, ...]] | None = None
-    _seen_states: list[tuple[Any, ...]] | None = None
+    _entries: list[tuple[Tensor, dict[str, Any]]]
+    _seen_params: list[list[Tensor]]
+    _seen: list[tuple[Any, ...]]
+    _seen_states: list[tuple[Any, ...]]
 
     def __init__(
         self,
@@ -144,6 +145,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._check_hyper(group)
 
     def _check_params(self, group: dict[str, Any]) -> None:
+        if len(set(group["params"])) < len(group["params"]):
+            raise ValueError("a parameter appears more than once in a parameter group")
         for param in group["params"]:
             if param.dtype not in DTYPES:
                 raise RuntimeError(
@@ -254,9 +257,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         step = state.get("step")
         if step is None:  # torch's SGD does not count
             step = float(any(isinstance(state.get(name), Tensor) for name in names))
-        if not (isinstance(step, Tensor) and step.dtype == torch.float32 and step.dim() == 0):
-            step = torch.tensor(float(step), dtype=torch.float32)
-        state.add("step", step.to(param.device))
+        state.add("step", _one_number(step, param.device))
         dtype = group["state_dtype"]
         if dtype is None or param.dtype == torch.float64:
             dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
@@ -264,8 +265,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             if not isinstance(state.get(name), Tensor):
                 value = self._initial(name, group)
                 state.add(name, torch.full_like(param, value, dtype=dtype, requires_grad=False))
-        if self._has_scalar and "exp_avg_sq" not in state:
-            state.add("exp_avg_sq", torch.zeros((), dtype=torch.float32, device=param.device))
+        if self._has_scalar:
+            state.add("exp_avg_sq", _one_number(state.get("exp_avg_sq", 0.0), param.device))
         if param.dtype in (torch.bfloat16, torch.float16):
             if group["master"] == "fp32" and "master_param" not in state:
                 state.add("master_param", param.detach().float())
@@ -289,19 +290,26 @@ class FusedOptimizer(torch.optim.Optimizer):
         entries = []
         for number, group in enumerate(self.param_groups):
             for param in group["params"]:
-                table.add(param.detach(), param, number)
+                table.add(param, param, number)
                 entries.append((param, group))
-        self._entries, self._layout, self._table = entries, self._layout_now(), table
+        self._entries, self._table = entries, table
         self._watch.changed = False
+        self._seen_params = [list(group["params"]) for group in self.param_groups]
         self._seen = [()] * len(self.param_groups)
         self._seen_states = list(map(self._states_of, self.param_groups))
         for index, (param, group) in enumerate(entries):
             if param in self.state:
                 self._hand_over(index, param, group)
 
-    def _layout_now(self) -> tuple[Any, ...]:
-        """Returns what tells whether somebody else has changed the groups' lists."""
-        return tuple([(id(group["params"]), len(group["params"])) for group in self.param_groups])
+    def _is_current(self) -> bool:
+        """Returns whether the table still shows the groups and states as they are."""
+        if self._table is None or self._watch.changed:
+            return False
+        if len(self._seen_params) != len(self.param_groups):
+            return False
+        same = _extension.load().same_objects
+        groups = zip(self.param_groups, self._seen_params, strict=True)
+        return all(same(group["params"], seen) for group, seen in groups)
 
     def _states_of(self, group: dict[str, Any]) -> tuple[Any, ...]:
         return (*self._state_names(group), group["master"])
@@ -326,9 +334,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _update_hyper(self) -> None:
         """Hands over the hyper-parameters of the groups in which one has changed."""
         keys = (*self._keys, *self._own_keys)
-        assert self._seen is not None
-        assert self._seen_states is not None
-        assert self._entries is not None
         for number, group in enumerate(self.param_groups):
             now = tuple([_number(group[key]) for key in keys])
             if now == self._seen[number]:
@@ -348,35 +353,78 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._seen_states[number] = self._states_of(group)
 
     @overload
-    def step(self, closure: None = None) -> None: ...
+    def step(
+        self, closure: None = None, *, max_norm: float | None = None, scaler: Any = None
+    ) -> None: ...
     @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(
+        self, closure: Callable[[], float], *, max_norm: float | None = None, scaler: Any = None
+    ) -> float: ...
+    def step(
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        max_norm: float | None = None,
+        scaler: Any = None,
+    ) -> float | None:
         """Updates all parameters that have a gradient.
 
         Args:
             closure: computes the loss, and the gradients, first.
+            max_norm: what the norm of all gradients together is clipped to, as
+                torch.nn.utils.clip_grad_norm_ does it, but p.grad stays as it is. The norm before
+                clipping is in `self.grad_norm` then, a tensor of one number.
+            scaler: a torch.amp.GradScaler, instead of its `unscale_` and `step`: gradients are
+                divided by its scale here, and if one is not finite, nothing is changed. Call
+                scaler.update() after it.
 
         Returns:
             What `closure` returned, or None.
+
+        Raises:
+            RuntimeError: with `scaler`, `closure` was given, or the step was made already.
+            ValueError: `max_norm` is negative or NaN.
+            What the class's docstring says.
         """
+        if max_norm is not None and not max_norm >= 0:
+            raise ValueError(f"Invalid max_norm: {max_norm}: expected a number of at least 0")
+        scaling = Scaling(self, scaler)
         loss = None
         if closure is not None:
+            if scaling.is_by_scaler:
+                raise RuntimeError(
+                    "Closure use is not currently supported if GradScaler is enabled."
+                )
             with torch.enable_grad():
                 loss = closure()
-        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if found_inf is not None and found_inf.item() != 0:
-            return loss
+        self._refresh()
+        factor = scaling.factor
+        if max_norm is not None or scaling.looks_for_inf:
+            norm = self._table.grad_norm(factor)
+            self.grad_norm = torch.tensor(norm)
+            scaling.found(norm)
+            factor *= clip_coefficient(norm, max_norm)
+        if not scaling.found_inf:
+            for index in self._table.without_state():
+                self._hand_over(index, *self._entries[index])
+            self._table.step(factor)
+        scaling.finish()
+        return loss
+
+    def _refresh(self) -> None:
+        """Brings the table up to date with groups, states and hyper-parameters."""
         if type(self.state) is not States:
             self._adopt_state()
-        if self._table is None or self._watch.changed or self._layout != self._layout_now():
+        if not self._is_current():
             self._build_table()
         self._update_hyper()
-        assert self._entries is not None
-        for index in self._table.without_state():
-            self._hand_over(index, *self._entries[index])
-        self._table.step(1.0 if grad_scale is None else 1.0 / grad_scale.item())
-        return loss
+
+
+def _one_number(value: Any, device: torch.device) -> Tensor:
+    """Returns a state of one number as the table needs it, whatever form it was saved in."""
+    if isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() == 0:
+        return value.to(device)
+    return torch.tensor(float(value), dtype=torch.float32, device=device)
 
 
 def _number(value: Any) -> Any:

@@ -1,7 +1,8 @@
 """What the fused optimizers compute, one tensor after the other: their specification.
 
 Each function makes one step of one tensor in place, in the dtype of its tensors, and has no other
-state than what it is given. `step` is 1 in the first. `options` are a param group's.
+state than what it is given. `step` is 1 in the first. `options` are a param group's. The fused ones
+round once, what they store; but LAMB's direction is made of the averages as they were stored.
 """
 
 from __future__ import annotations

@@ -73,5 +73,11 @@ class FusedSGD(FusedOptimizer):
     def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
         return ("momentum_buffer" if group["momentum"] else None,)
 
+    def _complete(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = self.state[param]
+        if group["momentum"] and not isinstance(state.get("momentum_buffer"), Tensor):
+            state.add("step", 0.0)  # the first step with momentum takes the whole gradient
+        return super()._complete(param, group)
+
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         return group

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <deque>
+#include <utility>
+#include <vector>
+
+#include "optim/job.h"
+
+namespace gpumode::optim {
+
+// From at::Tensor to operands. Checks throw RuntimeError, before anything is changed.
+
+bool is_supported(at::ScalarType dtype);
+Operand operand(const at::Tensor& tensor);
+
+// That `grad` can be the gradient of `param`, and that `state` can be one of its states (`what`
+// names it), of `dtype` or of any that is supported if that is Undefined.
+void check_grad(const at::Tensor& param, const at::Tensor& grad);
+void check_state(const at::Tensor& param, const at::Tensor& state, const char* what,
+                 at::ScalarType dtype = at::ScalarType::Undefined);
+
+// Sizes and strides of what does not lie as its parameter does.
+struct Layout {
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides[3 + kMaxStates];
+};
+
+// All the tensors of a job, the parameter first, and the operands that they become.
+using Operands = std::vector<std::pair<const at::Tensor*, Operand*>>;
+
+// Gives a job dimensions, unless all its tensors' elements lie in the same order. `layouts` keeps
+// them.
+void lay_out(Job* job, const Operands& operands, std::deque<Layout>* layouts);
+
+}  // namespace gpumode::optim
