@@ -170,10 +170,20 @@ void bind_optim(py::module_& m) {
       .def("set_hyper", &Table::set_hyper, py::arg("group"), py::arg("values"),
            py::arg("stochastic"), py::arg("seed"))
       .def("without_state", &Table::without_state, NoGil())
+      .def("grad_sums", &Table::grad_sums, py::arg("factor"), NoGil())
       .def(
-          "step", [](Table& self, double grad_factor) { self.step({grad_factor}); },
-          py::arg("grad_factor"), NoGil())
-      .def("grad_norm", &Table::grad_norm, py::arg("factor"), NoGil());
+          "start",
+          [](Table& self, double factor) -> MaybeTensor {
+            const at::Tensor sums = self.start({factor});
+            return sums.defined() ? MaybeTensor(sums) : std::nullopt;
+          },
+          py::arg("factor"), NoGil())
+      .def(
+          "finish",
+          [](Table& self, double factor, const MaybeTensor& sums) {
+            self.finish({factor}, sums.value_or(at::Tensor()));
+          },
+          py::arg("factor"), py::arg("sums"), NoGil());
   m.def("grad_norm", &optim::grad_norm, py::arg("grads"), NoGil());
   m.def("scale_", &optim::scale_, py::arg("grads"), py::arg("factor"), NoGil());
   m.def(

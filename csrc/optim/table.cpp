@@ -1,5 +1,7 @@
 #include "optim/table.h"
 
+#include <ATen/ops/zeros.h>
+
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -12,13 +14,6 @@ namespace {
 // Autograd notices that a tensor it has saved was changed.
 void bump_version(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-}
-
-double norm_of(Passes* passes, std::vector<Job>* jobs, double factor) {
-  passes->run(jobs, {run_piece<GradNorm>}, {factor}, /*keeps_sums=*/true);
-  double total = 0.0;
-  for (const Job& job : *jobs) total += job.sums[0];
-  return std::sqrt(total);
 }
 
 // Each gradient as its own parameter, which says in what type to compute.
@@ -148,29 +143,46 @@ Operands Table::operands(Job* job, const Param& param, const at::Tensor& grad) c
   return all;
 }
 
-double Table::grad_norm(double factor) {
+at::Tensor Table::sums() const {
+  const auto num_params = static_cast<int64_t>(params_.size());
+  const at::Tensor sums = at::zeros({num_params, kMaxSums}, at::kDouble);
+  auto* to = sums.mutable_data_ptr<double>();
+  for (const Job& job : jobs_) std::copy_n(job.sums, kMaxSums, to + job.index * kMaxSums);
+  return sums;
+}
+
+at::Tensor Table::grad_sums(double factor) {
   jobs_.clear();
   layouts_.clear();
-  for (const Param& param : params_) {
-    const at::Tensor& grad = grad_of(param);
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const at::Tensor& grad = grad_of(params_[i]);
     if (!grad.defined()) continue;
-    check_grad(param.param, grad);
+    check_grad(params_[i].param, grad);
     Job& job = jobs_.emplace_back();
+    job.index = static_cast<uint32_t>(i);
     job.numel = grad.numel();
-    job.param = operand(param.param);  // says in what type to compute
+    job.param = operand(params_[i].param);  // says in what type to compute
     job.grad = operand(grad);
     if (!grad.is_contiguous()) lay_out(&job, {{&grad, &job.grad}}, &layouts_);
   }
-  return norm_of(&passes_, &jobs_, factor);
+  passes_.run(&jobs_, {run_piece<GradNorm>}, {factor}, /*keeps_sums=*/true);
+  return sums().select(1, 0);
 }
 
-void Table::step(const StepOptions& options) {
+at::Tensor Table::start(const StepOptions& options) {
   collect_jobs();
-  passes_.run(&jobs_, rule_.passes, options);
-  finish();
+  const std::vector<Pass> first(rule_.passes.begin(), rule_.passes.end() - 1);
+  if (first.empty()) return {};
+  passes_.run(&jobs_, first, options, /*keeps_sums=*/true);
+  return sums();
 }
 
-void Table::finish() {
+void Table::finish(const StepOptions& options, const at::Tensor& sums) {
+  if (sums.defined()) {
+    const auto* from = sums.const_data_ptr<double>();
+    for (Job& job : jobs_) std::copy_n(from + job.index * kMaxSums, kMaxSums, job.sums);
+  }
+  passes_.run(&jobs_, {rule_.passes.back()}, options);
   for (size_t i = 0; i < jobs_.size(); ++i) {
     const Param& param = *job_params_[i];
     *param.state->step.mutable_data_ptr<float>() += 1.0f;
@@ -185,7 +197,10 @@ double grad_norm(const std::vector<at::Tensor>& grads) {
   std::deque<Layout> layouts;
   std::vector<Job> jobs = jobs_of(grads, &layouts);
   Passes passes;
-  return norm_of(&passes, &jobs, 1.0);
+  passes.run(&jobs, {run_piece<GradNorm>}, {1.0}, /*keeps_sums=*/true);
+  double total = 0.0;
+  for (const Job& job : jobs) total += job.sums[0];
+  return std::sqrt(total);
 }
 
 void scale_(const std::vector<at::Tensor>& grads, double factor) {

@@ -42,11 +42,15 @@ class Table {
   // that `step` will take.
   std::vector<int64_t> without_state() const;
 
-  // The norm of all gradients as one vector, times `factor`.
-  double grad_norm(double factor);
+  // [number of parameters], float64: the squared norms of the gradients times `factor`, 0 of those
+  // that have none.
+  at::Tensor grad_sums(double factor);
 
-  // Updates all parameters that have a gradient.
-  void step(const StepOptions& options);
+  // Updates all parameters that have a gradient, in two halves. Between them the caller may change
+  // what was summed over each parameter, [number of parameters, kMaxSums], float64: where others
+  // have the rest of a tensor. Undefined if the step needs no sums.
+  at::Tensor start(const StepOptions& options);
+  void finish(const StepOptions& options, const at::Tensor& sums);
 
  private:
   struct Param {
@@ -66,7 +70,7 @@ class Table {
   void collect_jobs();
   void fill(Job* job, const Param& param, const at::Tensor& grad) const;
   Operands operands(Job* job, const Param& param, const at::Tensor& grad) const;
-  void finish();
+  at::Tensor sums() const;
 
   const Rule& rule_;
   std::vector<Param> params_;

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, overload
 import torch
 from torch import Tensor
 
-from torch_gpumode import _extension
 from torch_gpumode.optim._scaling import Scaling, clip_coefficient
 from torch_gpumode.optim._state import ParamState, States, Watch
+from torch_gpumode.optim._table import ParamTable
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -59,17 +59,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     _rule: ClassVar[str]
     # Of a group: what `_hyper` and the table of parameters are made from.
     _keys: ClassVar[tuple[str, ...]]
-    _own_keys: ClassVar[tuple[str, ...]] = ("master", "stochastic_rounding", "seed")
     _has_scalar: ClassVar[bool] = False
     # GradScaler then leaves unscaling, and what to do about infinities, to `step`.
     _step_supports_amp_scaling = True
 
     # What is derived from the state and the groups; None: it must be made anew.
-    _table: Any = None
-    _entries: list[tuple[Tensor, dict[str, Any]]]
-    _seen_params: list[list[Tensor]]
-    _seen: list[tuple[Any, ...]]
-    _seen_states: list[tuple[Any, ...]]
+    _table: ParamTable | None = None
 
     def __init__(
         self,
@@ -277,81 +272,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------ step
 
-    def _build_table(self) -> None:
-        """Tells the C++ side which parameters there are; their states follow with gradients."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.device.type != "cpu":
-                    raise RuntimeError(
-                        f"{type(self).__name__}: a parameter is on {param.device}: this build "
-                        f"updates parameters on cpu"
-                    )
-        table = _extension.load().Table(self._rule)
-        entries = []
-        for number, group in enumerate(self.param_groups):
-            for param in group["params"]:
-                table.add(param, param, number)
-                entries.append((param, group))
-        self._entries, self._table = entries, table
-        self._watch.changed = False
-        self._seen_params = [list(group["params"]) for group in self.param_groups]
-        self._seen = [()] * len(self.param_groups)
-        self._seen_states = list(map(self._states_of, self.param_groups))
-        for index, (param, group) in enumerate(entries):
-            if param in self.state:
-                self._hand_over(index, param, group)
-
-    def _is_current(self) -> bool:
-        """Returns whether the table still shows the groups and states as they are."""
-        if self._table is None or self._watch.changed:
-            return False
-        if len(self._seen_params) != len(self.param_groups):
-            return False
-        same = _extension.load().same_objects
-        groups = zip(self.param_groups, self._seen_params, strict=True)
-        return all(same(group["params"], seen) for group, seen in groups)
-
-    def _states_of(self, group: dict[str, Any]) -> tuple[Any, ...]:
-        return (*self._state_names(group), group["master"])
-
-    def _hand_over(self, index: int, param: Tensor, group: dict[str, Any]) -> None:
-        state = self._complete(param, group)
-        kinds = _extension.load().Master
-        master, kind = None, kinds.NONE
-        if param.dtype in (torch.bfloat16, torch.float16) and group["master"] is not None:
-            is_fp32 = group["master"] == "fp32"
-            master = state["master_param" if is_fp32 else "remainder"]
-            kind = kinds.F32 if is_fp32 else kinds.REMAINDER16
-        self._table.set_state(
-            index,
-            step=state["step"],
-            states=[state[name] if name else None for name in self._state_names(group)],
-            master=master,
-            kind=kind,
-            scalar=state["exp_avg_sq"] if self._has_scalar else None,
-        )
-
-    def _update_hyper(self) -> None:
-        """Hands over the hyper-parameters of the groups in which one has changed."""
-        keys = (*self._keys, *self._own_keys)
-        for number, group in enumerate(self.param_groups):
-            now = tuple([_number(group[key]) for key in keys])
-            if now == self._seen[number]:
-                continue
-            self._check_group(group)
-            by_name = self._hyper(group)
-            values = [float(by_name[name]) for name in _extension.load().hyper_of_rule(self._rule)]
-            if not all(map(math.isfinite, values)):
-                raise ValueError(f"Invalid hyper-parameters: {by_name}: expected finite numbers")
-            self._table.set_hyper(number, values, group["stochastic_rounding"], group["seed"])
-            self._seen[number] = now
-            if self._states_of(group) == self._seen_states[number]:
-                continue
-            for index, (param, its_group) in enumerate(self._entries):
-                if its_group is group and param in self.state:
-                    self._hand_over(index, param, group)
-            self._seen_states[number] = self._states_of(group)
-
     @overload
     def step(
         self, closure: None = None, *, max_norm: float | None = None, scaler: Any = None
@@ -397,27 +317,26 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
             with torch.enable_grad():
                 loss = closure()
-        self._refresh()
+        table = self._current_table()
         factor = scaling.factor
         if max_norm is not None or scaling.looks_for_inf:
-            norm = self._table.grad_norm(factor)
+            norm = table.grad_norm(factor)
             self.grad_norm = torch.tensor(norm)
             scaling.found(norm)
             factor *= clip_coefficient(norm, max_norm)
         if not scaling.found_inf:
-            for index in self._table.without_state():
-                self._hand_over(index, *self._entries[index])
-            self._table.step(factor)
+            table.step(factor)
         scaling.finish()
         return loss
 
-    def _refresh(self) -> None:
-        """Brings the table up to date with groups, states and hyper-parameters."""
+    def _current_table(self) -> ParamTable:
         if type(self.state) is not States:
             self._adopt_state()
-        if not self._is_current():
-            self._build_table()
-        self._update_hyper()
+        if self._table is None or self._watch.changed or not self._table.is_current():
+            self._table = ParamTable(self)
+            self._watch.changed = False
+        self._table.update_hyper()
+        return self._table
 
 
 def _one_number(value: Any, device: torch.device) -> Tensor:
@@ -425,15 +344,6 @@ def _one_number(value: Any, device: torch.device) -> Tensor:
     if isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() == 0:
         return value.to(device)
     return torch.tensor(float(value), dtype=torch.float32, device=device)
-
-
-def _number(value: Any) -> Any:
-    """Returns a hyper-parameter as a number, so that one that changed in place is seen."""
-    if isinstance(value, Tensor):
-        return value.item()
-    if isinstance(value, tuple | list):
-        return tuple([_number(v) for v in value])
-    return value
 
 
 def check_at_least_zero(group: dict[str, Any], **names: str) -> None:

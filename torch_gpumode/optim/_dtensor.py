@@ -1,0 +1,57 @@
+"""Parameters of which this process has a part: DTensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns the part of a tensor that is here: all of it unless it is a DTensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    part = tensor._local_tensor
+    return part.wait() if isinstance(part, AsyncCollectiveTensor) else part
+
+
+def local_grad(param: DTensor) -> Tensor | None:
+    """Returns this process's part of a gradient, laid out over the mesh as its parameter is.
+
+    Collective over the mesh if it is laid out otherwise, such as a sum that is still to be made.
+    """
+    grad = param.grad
+    if grad is None:
+        return None
+    if not isinstance(grad, DTensor):
+        raise RuntimeError(
+            f"the gradient of a DTensor of shape {tuple(param.shape)} is none: expected a DTensor"
+        )
+    if grad.device_mesh != param.device_mesh or grad.placements != param.placements:
+        grad = grad.redistribute(param.device_mesh, param.placements)
+    return local(grad)
+
+
+def add_up(sums: Tensor, params: Sequence[Tensor]) -> None:
+    """Adds up over the mesh, in place, what each process has summed over its part of params[i].
+
+    Args:
+        sums: [len(params), ...], float64, on cpu or the parameters' device.
+        params: in the same order on all processes.
+    """
+    sharded = defaultdict(list)
+    for i, param in enumerate(params):
+        if not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is None:
+            continue
+        dims = tuple(d for d, place in enumerate(param.placements) if not place.is_replicate())
+        if dims:
+            sharded[param.device_mesh, dims].append(i)
+    for (mesh, dims), indices in sharded.items():
+        part = sums[indices]
+        for dim in dims:
+            dist.all_reduce(part, group=mesh.get_group(dim))
+        sums[indices] = part

@@ -1,0 +1,162 @@
+"""What the C++ side knows of an optimizer, kept up to date."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torch_gpumode import _extension
+from torch_gpumode.optim._dtensor import add_up, local, local_grad
+
+if TYPE_CHECKING:
+    from torch_gpumode.optim._fused import FusedOptimizer
+
+Group = dict[str, Any]
+
+
+class ParamTable:
+    """The parameters of an optimizer with their states, and its groups' hyper-parameters.
+
+    It is made anew when groups or states were changed by others (`is_current`); tensors that were
+    changed in place, their memory included, are seen by the C++ side itself.
+    """
+
+    def __init__(self, optimizer: FusedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._c = _extension.load()
+        self._table = self._c.Table(optimizer._rule)
+        self._names = self._c.hyper_of_rule(optimizer._rule)
+        groups = optimizer.param_groups
+        self._params: list[Tensor] = [p for group in groups for p in group["params"]]
+        self._group_of: list[Group] = [group for group in groups for _ in group["params"]]
+        # This process's parts of those parameters that are DTensors: their gradients must be told.
+        self._parts: dict[int, Tensor] = {}
+        for number, group in enumerate(groups):
+            for param in group["params"]:
+                self._add(param, number)
+        self._seen_params = [list(group["params"]) for group in groups]
+        self._seen: list[tuple[Any, ...]] = [()] * len(groups)
+        self._seen_states = list(map(self._states_of, groups))
+        for index, param in enumerate(self._params):
+            if param in optimizer.state:
+                self._hand_over(index)
+
+    def _add(self, param: Tensor, group: int) -> None:
+        part = local(param)
+        if part.device.type != "cpu":
+            raise RuntimeError(
+                f"{type(self._optimizer).__name__}: a parameter is on {part.device}: this build "
+                f"updates parameters on cpu"
+            )
+        is_whole = part is param
+        index = self._table.add(part, param if is_whole else None, group)
+        if not is_whole:
+            self._parts[index] = part
+
+    def is_current(self) -> bool:
+        """Returns whether this is still about the parameters that the optimizer has."""
+        groups = self._optimizer.param_groups
+        if len(groups) != len(self._seen_params):
+            return False
+        if any(local(self._params[index]) is not part for index, part in self._parts.items()):
+            return False
+        same = self._c.same_objects
+        return all(
+            same(group["params"], seen)
+            for group, seen in zip(groups, self._seen_params, strict=True)
+        )
+
+    def _states_of(self, group: Group) -> tuple[Any, ...]:
+        return (*self._optimizer._state_names(group), group["master"])
+
+    def _hand_over(self, index: int) -> None:
+        param, group = self._params[index], self._group_of[index]
+        state = self._optimizer._complete(param, group)
+        master, kind = None, self._c.Master.NONE
+        if param.dtype in (torch.bfloat16, torch.float16) and group["master"] == "fp32":
+            master, kind = state["master_param"], self._c.Master.F32
+        elif param.dtype == torch.bfloat16 and group["master"] == "remainder16":
+            master, kind = state["remainder"], self._c.Master.REMAINDER16
+        names = self._optimizer._state_names(group)
+        self._table.set_state(
+            index,
+            step=state["step"],
+            states=[local(state[name]) if name else None for name in names],
+            master=None if master is None else local(master),
+            kind=kind,
+            scalar=state["exp_avg_sq"] if self._optimizer._has_scalar else None,
+        )
+
+    def update_hyper(self) -> None:
+        """Hands over the hyper-parameters of the groups in which one has changed."""
+        keys = (*self._optimizer._keys, "master", "stochastic_rounding", "seed")
+        for number, group in enumerate(self._optimizer.param_groups):
+            now = tuple([_number(group[key]) for key in keys])
+            if now == self._seen[number]:
+                continue
+            self._optimizer._check_group(group)
+            by_name = self._optimizer._hyper(group)
+            values = [float(by_name[name]) for name in self._names]
+            if not all(map(math.isfinite, values)):
+                raise ValueError(f"Invalid hyper-parameters: {by_name}: expected finite numbers")
+            self._table.set_hyper(number, values, group["stochastic_rounding"], group["seed"])
+            self._seen[number] = now
+            if self._states_of(group) == self._seen_states[number]:
+                continue
+            for index, param in enumerate(self._params):
+                if self._group_of[index] is group and param in self._optimizer.state:
+                    self._hand_over(index)
+            self._seen_states[number] = self._states_of(group)
+
+    def _tell_grads(self) -> None:
+        for index in self._parts:
+            param = self._params[index]
+            assert isinstance(param, DTensor)
+            self._table.set_grad(index, local_grad(param))
+
+    def _forget_grads(self) -> None:
+        for index in self._parts:
+            self._table.set_grad(index, None)
+
+    def grad_norm(self, factor: float) -> float:
+        """Returns the norm of all gradients as one vector, times `factor`.
+
+        Collective over the meshes of parameters that are DTensors.
+        """
+        try:
+            self._tell_grads()
+            sums = self._table.grad_sums(factor)
+        finally:
+            self._forget_grads()
+        if self._parts:
+            add_up(sums, self._params)
+        return math.sqrt(sums.sum().item())
+
+    def step(self, factor: float) -> None:
+        """Updates all parameters that have a gradient, which is multiplied by `factor` first.
+
+        Collective as `grad_norm` where the step needs norms of whole tensors.
+        """
+        try:
+            self._tell_grads()
+            for index in self._table.without_state():
+                self._hand_over(index)
+            sums = self._table.start(factor)
+            if sums is not None and self._parts:
+                add_up(sums, self._params)
+            self._table.finish(factor, sums)
+        finally:
+            self._forget_grads()
+
+
+def _number(value: Any) -> Any:
+    """Returns a hyper-parameter as a number, so that one that changed in place is seen."""
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(value, tuple | list):
+        return tuple([_number(v) for v in value])
+    return value
