@@ -21,7 +21,7 @@ HALVES = (BF16, F16)
 FUSED: dict[str, type[FusedOptimizer]] = {
     name.removeprefix("Fused"): getattr(optim, name)
     for name in optim.__all__
-    if name != "FusedOptimizer"
+    if name.startswith("Fused") and name != "FusedOptimizer"
 }
 UNIT = {F32: 2.0**-24, F64: 2.0**-53}  # of one rounding, relative
 TINY = {F32: 2.0**-150, F64: 2.0**-1075}  # of one rounding among subnormals

@@ -200,6 +200,14 @@ def test_a_failing_constructor_leaves_the_dicts(name: str, bad: dict[str, Any]):
     assert named == [("weight", params[3])]
 
 
+@pytest.mark.parametrize("name", FUSED)
+def test_a_parameter_twice(name: str):
+    """torch warns only, that this will be an error."""
+    param = Parameter(torch.randn(2))
+    with pytest.warns(UserWarning, match="duplicate"), pytest.raises(ValueError, match="once"):
+        FUSED[name]([param, param])
+
+
 def test_what_is_no_mistake():
     """Generators, named parameters, groups of one tensor."""
     model = torch.nn.Linear(2, 3)

@@ -228,24 +228,6 @@ def test_nothing_to_do(name: str):
     assert everything(optimizer) != before
 
 
-@pytest.mark.parametrize("numel", [10, 200_001])
-def test_the_same_parameter_twice(numel: int):
-    """torch warns, and then updates it twice."""
-    generator = torch.Generator().manual_seed(5)
-    ours = parameter(randn([numel], F64, generator))
-    theirs = parameter(ours.detach().clone())
-    with pytest.warns(UserWarning, match="duplicate"):
-        one = FUSED["AdamW"]([ours, ours])
-    with pytest.warns(UserWarning, match="duplicate"):
-        other = torch.optim.AdamW([theirs, theirs], foreach=False)
-    for _ in range(3):
-        theirs.grad = randn([numel], F64, generator)
-        ours.grad = theirs.grad.clone()
-        one.step()
-        other.step()
-    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
-
-
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "LAMB"])
 def test_averaged_model(name: str):
     """SWA and EMA see each update, and do not disturb it."""

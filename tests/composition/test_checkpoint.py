@@ -30,6 +30,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from torch_gpumode.optim import FusedAdamW
+
+Kind = type[torch.optim.AdamW] | type[FusedAdamW]
+
 NUM_STEPS = 3  # before a checkpoint, and after
 
 
@@ -41,12 +45,12 @@ def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
 
 
-def shard(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def shard(seed: int, kind: Kind) -> tuple[nn.Module, torch.optim.Optimizer]:
     model, _ = make(seed)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in (model[0], model):
         fully_shard(module, mesh=mesh)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+    return model, kind(model.parameters(), lr=0.02, weight_decay=0.1)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> None:
@@ -76,16 +80,16 @@ def assert_same(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: i
             torch.testing.assert_close(full(states[0][name]), states[1][name])
 
 
-def save_training(me: Rank, path: Path) -> None:
-    model, optimizer = shard(seed=0)
+def save_training(me: Rank, path: Path, kind: Kind) -> None:
+    model, optimizer = shard(0, kind)
     train(model, optimizer, first=0)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
     assert_same(model, optimizer, NUM_STEPS)
 
 
-def load_training(me: Rank, path: Path) -> None:
-    model, optimizer = shard(seed=1)
+def load_training(me: Rank, path: Path, kind: Kind) -> None:
+    model, optimizer = shard(1, kind)
     train(model, optimizer, first=77)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
@@ -95,22 +99,30 @@ def load_training(me: Rank, path: Path) -> None:
     assert_same(model, optimizer, 2 * NUM_STEPS)
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (4, 3), (2, 3)])
-def test_another_world(before, after, tmp_path):
-    run(save_training, before, tmp_path, tmp_path / "checkpoint")
-    run(load_training, after, tmp_path, tmp_path / "checkpoint")
+@pytest.mark.parametrize(
+    ("before", "saver", "after", "loader"),
+    [
+        (4, torch.optim.AdamW, 2, torch.optim.AdamW),
+        (4, FusedAdamW, 3, FusedAdamW),
+        (2, torch.optim.AdamW, 3, FusedAdamW),
+        (3, FusedAdamW, 2, torch.optim.AdamW),
+    ],
+)
+def test_another_world(before, saver, after, loader, tmp_path):
+    run(save_training, before, tmp_path, tmp_path / "checkpoint", saver)
+    run(load_training, after, tmp_path, tmp_path / "checkpoint", loader)
 
 
-def full_state(me: Rank) -> None:
+def full_state(me: Rank, kind: Kind) -> None:
     """Only the first rank has the state; the others get their shards from it, and give them."""
-    model, optimizer = shard(seed=0)
+    model, optimizer = shard(0, kind)
     train(model, optimizer, first=0)
     states = get_state_dict(
         model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
     if me.rank > 0:
         assert all(not state for state in states)
-    other, other_optimizer = shard(seed=1)
+    other, other_optimizer = shard(1, kind)
     train(other, other_optimizer, first=77)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(other, states[0], options=options)
@@ -118,8 +130,9 @@ def full_state(me: Rank) -> None:
     assert_same(other, other_optimizer, NUM_STEPS)
 
 
-def test_full_state(tmp_path):
-    run(full_state, 3, tmp_path)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, FusedAdamW])
+def test_full_state(kind, tmp_path):
+    run(full_state, 3, tmp_path, kind)
 
 
 class Counter:
@@ -325,7 +338,7 @@ def test_planning(function, tmp_path):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_read_by_one_process(tmp_path):
     """A checkpoint of two ranks, read without any group."""
-    run(save_training, 2, tmp_path, tmp_path / "checkpoint")
+    run(save_training, 2, tmp_path, tmp_path / "checkpoint", torch.optim.AdamW)
     model, optimizer = make(seed=1)
     train(model, optimizer, first=77)
     model_state, optimizer_state = get_state_dict(model, optimizer)

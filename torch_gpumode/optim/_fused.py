@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar, overload
 
 import torch
@@ -15,9 +16,37 @@ from torch_gpumode.optim._table import ParamTable
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
-MASTERS = (None, "fp32", "remainder16")
+MASTERS: tuple[str | None, ...] = (None, "fp32", "remainder16")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 STATE_DTYPES = (None, torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How exactly parameters and states are kept; FusedOptimizer says what each field means."""
+
+    master: str | None
+    stochastic_rounding: bool
+    state_dtype: torch.dtype | None
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.master not in MASTERS:
+            raise ValueError(f"Invalid master: {self.master!r}: expected one of {MASTERS}")
+        if self.state_dtype not in STATE_DTYPES:
+            raise ValueError(
+                f"Invalid state_dtype: {self.state_dtype}: expected one of {STATE_DTYPES}"
+            )
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
+            raise ValueError(f"Invalid seed: {self.seed!r}: expected an int of at most 64 bits")
+
+    def master_of(self, dtype: torch.dtype) -> str | None:
+        """Returns where a parameter of this dtype has its exact value, if not in itself."""
+        return self.master if dtype in (torch.bfloat16, torch.float16) else None
+
+    def state_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        """Returns the dtype of new states of a parameter of this dtype."""
+        return dtype if dtype == torch.float64 else self.state_dtype or torch.float32
 
 
 class _AsSaved:
@@ -80,13 +109,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise RuntimeError("`fused` does not support `differentiable`")
         if defaults.get("fused") and defaults.get("foreach"):
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-        defaults = {
-            **defaults,
-            "master": master,
-            "stochastic_rounding": stochastic_rounding,
-            "state_dtype": state_dtype,
-            "seed": seed,
-        }
+        # Not in the groups, so that a checkpoint has torch's own keys, and no others.
+        self.precision = Precision(master, stochastic_rounding, state_dtype, seed)
         self._check_group(defaults)
         if isinstance(params, Iterable) and not isinstance(params, Tensor | dict):
             params = list(params)  # type: ignore[assignment]
@@ -115,6 +139,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Returns what a new state is filled with."""
         return 0.0
 
+    def _step_of(self, param: Tensor, state: ParamState, is_new: bool) -> Tensor:
+        """Returns the number of steps that a parameter has made, which C++ counts up in place."""
+        step = one_number(state.get("step", 0.0 if is_new else 1.0), param.device)
+        state.add("step", step)
+        return step
+
     def _check_hyper(self, group: dict[str, Any]) -> None:
         """Raises ValueError for hyper-parameters that make no sense."""
 
@@ -128,15 +158,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                     raise ValueError(f"Tensor {key} must be 1-element")
                 if isinstance(value, float) and not math.isfinite(value):
                     raise ValueError(f"Invalid {key}: {value}: expected a finite number")
-        if group["master"] not in MASTERS:
-            raise ValueError(f"Invalid master: {group['master']!r}: expected one of {MASTERS}")
-        if group["state_dtype"] not in STATE_DTYPES:
-            raise ValueError(
-                f"Invalid state_dtype: {group['state_dtype']}: expected one of {STATE_DTYPES}"
-            )
-        seed = group["seed"]
-        if not isinstance(seed, int) or not 0 <= seed < 2**64:
-            raise ValueError(f"Invalid seed: {seed!r}: expected an int of at most 64 bits")
         self._check_hyper(group)
 
     def _check_params(self, group: dict[str, Any]) -> None:
@@ -152,12 +173,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise RuntimeError(
                     f"{type(self).__name__} requires dense params, but one is {param.layout}"
                 )
-            if param.dtype == torch.float16 and group["master"] == "remainder16":
+            if param.dtype == torch.float16 and self.precision.master == "remainder16":
                 raise ValueError(
                     'master: "remainder16" is for parameters of bfloat16, and one is of float16: '
                     'expected "fp32"'
                 )
-            if param.dtype == torch.float16 and group["stochastic_rounding"]:
+            if param.dtype == torch.float16 and self.precision.stochastic_rounding:
                 raise ValueError(
                     "stochastic_rounding: is for parameters of bfloat16, and one is of float16"
                 )
@@ -180,14 +201,14 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # A checkpoint of torch's own optimizer knows nothing of ours.
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
         self._adopt_state()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "state": self.state.plain()}  # type: ignore[attr-defined]
+        plain = self.state.plain()  # type: ignore[attr-defined]
+        return {**super().__getstate__(), "state": plain, "precision": self.precision}
 
     def _adopt_state(self) -> None:
         """Watches the state, and forgets what was derived from it."""
@@ -246,29 +267,27 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _complete(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """Returns the state of a parameter, after adding what it lacks."""
-        state: ParamState = self.state[param]
+        """Adds to the state of a parameter what it lacks; returns it, with its step."""
         names = [name for name in self._state_names(group) if name is not None]
-        step = state.get("step")
-        if step is None:  # torch's SGD does not count
-            step = float(any(isinstance(state.get(name), Tensor) for name in names))
-        state.add("step", _one_number(step, param.device))
-        dtype = group["state_dtype"]
-        if dtype is None or param.dtype == torch.float64:
-            dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+        state = self.state.get(param, ParamState(self._watch))
+        is_new = not any(isinstance(state.get(name), Tensor) for name in names)
+        step = self._step_of(param, state, is_new)
+        dtype = self.precision.state_dtype_of(param.dtype)
         for name in names:
             if not isinstance(state.get(name), Tensor):
                 value = self._initial(name, group)
                 state.add(name, torch.full_like(param, value, dtype=dtype, requires_grad=False))
         if self._has_scalar:
-            state.add("exp_avg_sq", _one_number(state.get("exp_avg_sq", 0.0), param.device))
-        if param.dtype in (torch.bfloat16, torch.float16):
-            if group["master"] == "fp32" and "master_param" not in state:
-                state.add("master_param", param.detach().float())
-            if group["master"] == "remainder16" and "remainder" not in state:
-                zeros = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
-                state.add("remainder", zeros)
-        return state
+            state.add("exp_avg_sq", one_number(state.get("exp_avg_sq", 0.0), param.device))
+        master = self.precision.master_of(param.dtype)
+        if master == "fp32" and "master_param" not in state:
+            state.add("master_param", param.detach().float())
+        if master == "remainder16" and "remainder" not in state:
+            zeros = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
+            state.add("remainder", zeros)
+        if state:
+            self.state.add(param, state)  # type: ignore[attr-defined]
+        return {**state, "step": step}
 
     # ------------------------------------------------------------------------------------ step
 
@@ -339,7 +358,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self._table
 
 
-def _one_number(value: Any, device: torch.device) -> Tensor:
+def one_number(value: Any, device: torch.device) -> Tensor:
     """Returns a state of one number as the table needs it, whatever form it was saved in."""
     if isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() == 0:
         return value.to(device)

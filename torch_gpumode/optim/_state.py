@@ -71,7 +71,7 @@ class States(_Watched):
     def __init__(self, watch: Watch, states: dict[Any, Any]) -> None:
         super().__init__(watch)
         for key, value in states.items():
-            dict.__setitem__(self, key, self._watched(value))
+            self.add(key, self._watched(value))
 
     def _watched(self, value: Any) -> Any:
         if isinstance(value, ParamState) and value._watch is self._watch:
@@ -83,8 +83,12 @@ class States(_Watched):
 
     def __missing__(self, key: Any) -> ParamState:
         state = ParamState(self._watch)
-        dict.__setitem__(self, key, state)
+        self.add(key, state)
         return state
+
+    def add(self, key: Any, state: ParamState) -> None:
+        """Sets an item without telling the watch."""
+        dict.__setitem__(self, key, state)
 
     def plain(self) -> defaultdict[Any, Any]:
         """Returns a copy made of ordinary dicts."""

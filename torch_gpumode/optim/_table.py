@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -40,9 +39,9 @@ class ParamTable:
                 self._add(param, number)
         self._seen_params = [list(group["params"]) for group in groups]
         self._seen: list[tuple[Any, ...]] = [()] * len(groups)
-        self._seen_states = list(map(self._states_of, groups))
+        self._seen_states = list(map(optimizer._state_names, groups))
         for index, param in enumerate(self._params):
-            if param in optimizer.state:
+            if optimizer.state.get(param):
                 self._hand_over(index)
 
     def _add(self, param: Tensor, group: int) -> None:
@@ -70,16 +69,13 @@ class ParamTable:
             for group, seen in zip(groups, self._seen_params, strict=True)
         )
 
-    def _states_of(self, group: Group) -> tuple[Any, ...]:
-        return (*self._optimizer._state_names(group), group["master"])
-
     def _hand_over(self, index: int) -> None:
         param, group = self._params[index], self._group_of[index]
         state = self._optimizer._complete(param, group)
         master, kind = None, self._c.Master.NONE
-        if param.dtype in (torch.bfloat16, torch.float16) and group["master"] == "fp32":
+        if self._optimizer.precision.master_of(param.dtype) == "fp32":
             master, kind = state["master_param"], self._c.Master.F32
-        elif param.dtype == torch.bfloat16 and group["master"] == "remainder16":
+        elif self._optimizer.precision.master_of(param.dtype) == "remainder16":
             master, kind = state["remainder"], self._c.Master.REMAINDER16
         names = self._optimizer._state_names(group)
         self._table.set_state(
@@ -93,7 +89,8 @@ class ParamTable:
 
     def update_hyper(self) -> None:
         """Hands over the hyper-parameters of the groups in which one has changed."""
-        keys = (*self._optimizer._keys, "master", "stochastic_rounding", "seed")
+        keys = self._optimizer._keys
+        precision = self._optimizer.precision
         for number, group in enumerate(self._optimizer.param_groups):
             now = tuple([_number(group[key]) for key in keys])
             if now == self._seen[number]:
@@ -103,14 +100,15 @@ class ParamTable:
             values = [float(by_name[name]) for name in self._names]
             if not all(map(math.isfinite, values)):
                 raise ValueError(f"Invalid hyper-parameters: {by_name}: expected finite numbers")
-            self._table.set_hyper(number, values, group["stochastic_rounding"], group["seed"])
+            self._table.set_hyper(number, values, precision.stochastic_rounding, precision.seed)
             self._seen[number] = now
-            if self._states_of(group) == self._seen_states[number]:
+            names = self._optimizer._state_names(group)
+            if names == self._seen_states[number]:
                 continue
             for index, param in enumerate(self._params):
-                if self._group_of[index] is group and param in self._optimizer.state:
+                if self._group_of[index] is group and self._optimizer.state.get(param):
                     self._hand_over(index)
-            self._seen_states[number] = self._states_of(group)
+            self._seen_states[number] = names
 
     def _tell_grads(self) -> None:
         for index in self._parts:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_gpumode.optim._fused import FusedOptimizer, Params, check_at_least_zero
+from torch_gpumode.optim._fused import FusedOptimizer, Params, check_at_least_zero, one_number
+from torch_gpumode.optim._state import ParamState
 
 
 class FusedSGD(FusedOptimizer):
@@ -73,11 +74,15 @@ class FusedSGD(FusedOptimizer):
     def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
         return ("momentum_buffer" if group["momentum"] else None,)
 
-    def _complete(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        state = self.state[param]
-        if group["momentum"] and not isinstance(state.get("momentum_buffer"), Tensor):
-            state.add("step", 0.0)  # the first step with momentum takes the whole gradient
-        return super()._complete(param, group)
+    def _step_of(self, param: Tensor, state: ParamState, is_new: bool) -> Tensor:
+        # The first step with momentum takes the whole gradient, also when it comes late. Torch's
+        # own state has no step, so it is kept only where random bits depend on it.
+        if is_new or not self.precision.stochastic_rounding:
+            step = one_number(0.0 if is_new else 1.0, param.device)
+            if self.precision.stochastic_rounding:
+                state.add("step", step)
+            return step
+        return super()._step_of(param, state, is_new)
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         return group
