@@ -145,10 +145,11 @@ void bind_optim(py::module_& m) {
       .def(py::init<const std::string&>(), py::arg("rule"))
       .def(
           "add",
-          [](Table& self, const at::Tensor& param, const MaybeTensor& owner, int64_t group) {
-            return self.add(param, owner.value_or(at::Tensor()), group);
+          [](Table& self, const at::Tensor& param, const MaybeTensor& owner, int64_t group,
+             int64_t number) {
+            return self.add(param, owner.value_or(at::Tensor()), group, number);
           },
-          py::arg("param"), py::arg("owner"), py::arg("group"))
+          py::arg("param"), py::arg("owner"), py::arg("group"), py::arg("number"))
       .def(
           "set_state",
           [](Table& self, int64_t index, const at::Tensor& step,
@@ -161,6 +162,12 @@ void bind_optim(py::module_& m) {
           },
           py::arg("index"), py::arg("step"), py::arg("states"), py::arg("master"), py::arg("kind"),
           py::arg("scalar"))
+      .def(
+          "set_one_state",
+          [](Table& self, int64_t index, int64_t which, const MaybeTensor& state) {
+            self.set_one_state(index, which, state.value_or(at::Tensor()));
+          },
+          py::arg("index"), py::arg("which"), py::arg("state"))
       .def(
           "set_grad",
           [](Table& self, int64_t index, const MaybeTensor& grad) {

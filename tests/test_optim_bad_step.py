@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from _optim import BF16, F16, F64, FUSED, bits, everything, parameter
+from _optim import BF16, F64, FUSED, bits, everything, parameter
 from torch.nn import Parameter
 
 
@@ -75,12 +75,7 @@ def master_shape(optimizer: Any, param: Parameter) -> None:
 
 
 def remainder_dtype(optimizer: Any, param: Parameter) -> None:
-    optimizer.param_groups[-1]["master"] = "remainder16"
     optimizer.state[param]["remainder"] = torch.zeros(3, 4)
-
-
-def unknown_master(optimizer: Any, param: Parameter) -> None:
-    optimizer.param_groups[-1]["master"] = "fp64"
 
 
 def negative_lr(optimizer: Any, param: Parameter) -> None:
@@ -93,10 +88,6 @@ def tensor_lr(optimizer: Any, param: Parameter) -> None:
 
 def short_betas(optimizer: Any, param: Parameter) -> None:
     optimizer.param_groups[-1]["betas"] = (0.9,)
-
-
-def bad_seed(optimizer: Any, param: Parameter) -> None:
-    optimizer.param_groups[-1]["seed"] = -3
 
 
 IN_STEP: list[tuple[Callable[[Any, Parameter], None], type[Exception], str]] = [
@@ -116,11 +107,9 @@ IN_STEP: list[tuple[Callable[[Any, Parameter], None], type[Exception], str]] = [
     (master_dtype, RuntimeError, "master"),
     (master_shape, RuntimeError, r"master .*\[12\]"),
     (remainder_dtype, RuntimeError, "master|remainder"),
-    (unknown_master, ValueError, "Invalid master"),
     (negative_lr, ValueError, "Invalid learning rate"),
     (tensor_lr, ValueError, "Invalid"),
     (short_betas, (ValueError, IndexError), "beta|unpack|index"),
-    (bad_seed, ValueError, "Invalid seed"),
 ]
 OF_STATE = ("state", "master_", "remainder_")
 
@@ -135,12 +124,13 @@ def test_step(make: Callable, error: type[Exception], text: str, num_before: int
     if num_before == 0 and any(part in make.__name__ for part in OF_STATE):
         return
     torch.manual_seed(1)
+    master = "remainder16" if make is remainder_dtype else "fp32"
     values = [torch.randn(7), torch.randn(2, 3), torch.randn(3, 4).to(BF16)]
     runs = []
     for _ in range(2):
         params = [parameter(value.clone()) for value in values]
         groups = [{"params": params[:1]}, {"params": params[1:]}]
-        runs.append((params, FUSED["AdamW"](groups, lr=0.1, master="fp32")))
+        runs.append((params, FUSED["AdamW"](groups, lr=0.1, master=master)))
 
     def make_grads() -> None:
         for param, other in zip(runs[0][0], runs[1][0], strict=True):
@@ -175,32 +165,6 @@ def test_step(make: Callable, error: type[Exception], text: str, num_before: int
         each.step()
     result, expected = [[p, o.state_dict()["state"]] for p, o in runs]
     assert bits(result) == bits(expected)
-
-
-@pytest.mark.parametrize(
-    "change", [{"master": "remainder16"}, {"stochastic_rounding": True}], ids=str
-)
-@pytest.mark.parametrize("way", ["set", "load"])
-def test_what_float16_has_not_is_refused_later_too(change: dict[str, Any], way: str):
-    params = [parameter(torch.randn(40).to(F16))]
-    optimizer = FUSED["AdamW"](params)
-    params[0].grad = torch.randn(40)
-    optimizer.step()
-    if way == "set":
-        optimizer.param_groups[0].update(change)
-    else:
-        saved = optimizer.state_dict()
-        saved["param_groups"][0].update(change)
-        before = everything(optimizer)
-        try:
-            optimizer.load_state_dict(saved)
-        except ValueError:
-            assert everything(optimizer) == before
-            return
-    before = everything(optimizer)
-    with pytest.raises(ValueError, match="bfloat16"):
-        optimizer.step()
-    assert everything(optimizer) == before
 
 
 def test_a_closure_that_raises():

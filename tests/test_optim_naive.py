@@ -170,7 +170,7 @@ class Run:
                 assert bits([param, state]) == [stored[0][i], stored[1][i]], f"{what}: no gradient"
                 continue
             self.counts[i] += 1
-            assert state["step"] == self.counts[i]
+            assert state.get("step", self.counts[i]) == self.counts[i]
             self._compare(i, before[i], grad, group, what)
 
     def _values(self, param: Tensor) -> dict[str, Tensor]:
@@ -190,7 +190,9 @@ class Run:
             is_scalar = group.get("reg_inside_moment") is not None and name == "exp_avg_sq"
             before.setdefault(name, torch.zeros(() if is_scalar else param.shape, dtype=F64))
         computed_in = F64 if self.dtype == F64 else F32
-        expected = specified(self.optimizer, group, before, grad, self.counts[i], computed_in)
+        expected = specified(
+            self.optimizer, group, before, grad, self.counts[i], computed_in, state
+        )
         is_exact = "master_param" in state or "remainder" in state
         stored_in = F32 if is_exact else self.dtype
         assert_rounded_once(exact(param, state), expected.pop("param"), stored_in, what)
@@ -289,6 +291,21 @@ def test_large(name: str, dtype: torch.dtype, options: dict[str, Any]):
     run = Run(name, dtype, tensors, F32, weight_decay=0.1, **options)
     for number in (1, 2):
         run.step(run.random_grads(number), threads=2)
+
+
+@pytest.mark.long
+def test_more_elements_than_an_int():
+    """Case O4. One gradient for all elements, which takes no memory."""
+    numel, period = 2_359_332_864, 2**12
+    values = torch.randn(period).to(BF16)
+    param = parameter(values.repeat(numel // period))
+    assert param.numel() == numel
+    param.grad = torch.tensor(0.25, dtype=BF16).expand(numel)
+    with num_threads(2):
+        FUSED["SGD"]([param], lr=0.5).step()
+    expected = (values.float() - 0.125).to(BF16)
+    for rows in param.detach().view(-1, period).split(2**10):
+        assert (rows == expected).all()
 
 
 @pytest.mark.parametrize("index", range(len(RULES)), ids=lambda i: f"{RULES[i][0]}-{RULES[i][1]}")

@@ -203,7 +203,8 @@ def test_what_is_not_bfloat16_is_not_rounded_so(name: str):
             for _ in range(3):
                 param.grad = randn([500], F32, generator)
                 optimizer.step()
-            results.append(bits([param, optimizer.state[param]]))
+            state = {k: v for k, v in optimizer.state[param].items() if k != "step"}
+            results.append(bits([param, state]))
         assert results[0] == results[1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -303,6 +304,23 @@ def test_autograd_notices(name: str):
     assert param._version > version
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=id_of)
+def test_infinities_and_nan(name: str, options: dict[str, Any]):
+    """They go where they go with torch. So do large numbers, and those that are subnormal."""
+    bad = [math.inf, -math.inf, math.nan, 1e15, 1e-38, 1e-42, 0.0]
+    twins = Twins(name, dtype=F32, **options)
+    for step in range(3):
+        twins.make_grads()
+        for params in twins.params:
+            flat = params[4].grad
+            flat[step : step + len(bad)] = torch.tensor(bad)
+        twins.ours.step()
+        twins.theirs.step()
+    for ours, theirs in zip(*twins.params, strict=True):
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-6, equal_nan=True)
 
 
 # ------------------------------------------------------------------------------------ GradScaler

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from _optim import BF16, F32, F64, FUSED, Twins, bits, everything, parameter, randn
+from _optim import BF16, F16, F32, F64, FUSED, Twins, bits, everything, parameter, randn
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
@@ -61,7 +61,8 @@ def replace_step(optimizer: Any, params: list[Parameter], name: str) -> None:
 def replace_state(optimizer: Any, params: list[Parameter], name: str) -> None:
     state = optimizer.state[params[2]]
     fresh = {key: same_random(value) for key, value in state.items() if key != "step"}
-    optimizer.state[params[2]] = {"step": state.get("step"), **fresh}
+    kept = {key: value for key, value in state.items() if key == "step"}
+    optimizer.state[params[2]] = kept | fresh
 
 
 def empty_state(optimizer: Any, params: list[Parameter], name: str) -> None:
@@ -196,6 +197,27 @@ def test_new_data_moves_all_rules(name: str):
         optimizer.step()
         assert bits(old) == before_old
         assert bits(new) != before_new
+
+
+@pytest.mark.parametrize("way", ["copy_", "data"])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("master", ["fp32", "remainder16"])
+def test_values_written_beside_a_master(master: str, dtype: torch.dtype, way: str):
+    """As by model.load_state_dict: the next step goes on from them, not from the old master."""
+    if (dtype, master) == (F16, "remainder16"):
+        return
+    param = parameter(torch.rand(50).to(dtype))
+    optimizer = FUSED["AdamW"]([param], lr=1e-4, master=master)
+    param.grad = torch.randn(50)
+    optimizer.step()
+    written = (10 + torch.rand(50)).to(dtype)
+    with torch.no_grad():
+        if way == "copy_":
+            param.copy_(written)
+        else:
+            param.data = written.clone()
+    optimizer.step()
+    assert (param - written).abs().max() <= 0.07  # a unit in the last place of bfloat16
 
 
 def test_states_of_no_parameter_stay():

@@ -219,7 +219,7 @@ GPUMODE_HD void run_chunk(const Job& job, const StepOptions& options, const Upda
     for (int k = 0; k < kSums; ++k) terms[k][i] = at_terms[k];
   }
   const auto key = [&](uint32_t operand) {
-    return random_key(job.seed, static_cast<uint64_t>(job.step), job.index, operand);
+    return random_key(job.seed, static_cast<uint64_t>(job.step), job.number, operand);
   };
   if (kAccess & kWritesParam) {
     const uint32_t random = job.stochastic ? key(0) : 0;

@@ -38,7 +38,8 @@ struct Job {
   Master master_kind = Master::None;
   bool stochastic = false;        // what is stored as bfloat16 is rounded stochastically
   uint64_t seed = 0;              // of the random bits
-  uint32_t index = 0;             // among the optimizer's parameters
+  uint32_t index = 0;             // in the table
+  uint32_t number = 0;            // among the optimizer's parameters, for random bits
   const double* hyper = nullptr;  // of its group, in the order of its rule (rules.h)
   double step = 0.0;              // that this is: 1, 2, ...
   double scalar = 0.0;            // a state of one number for the whole tensor

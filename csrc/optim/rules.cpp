@@ -7,6 +7,7 @@
 #include "optim/grads.h"
 #include "optim/lamb.h"
 #include "optim/lion.h"
+#include "optim/muon.h"
 #include "optim/novograd.h"
 #include "optim/rmsprop.h"
 #include "optim/sgd.h"
@@ -46,6 +47,11 @@ const std::vector<Rule>& rules() {
         "decoupled", "always_adapts", "maximize"},
        2,
        {run_piece<LambMoments>, run_piece<LambApply>},
+       nullptr},
+      {"muon",
+       {"lr", "momentum", "weight_decay", "nesterov"},
+       2,
+       {run_piece<MuonDirection>, run_piece<MuonApply>},
        nullptr},
       {"novograd",
        {"lr", "beta1", "beta2", "eps", "weight_decay", "bias_correction", "grad_averaging",

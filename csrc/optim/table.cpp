@@ -32,14 +32,20 @@ std::vector<Job> jobs_of(const std::vector<at::Tensor>& grads, std::deque<Layout
 
 Table::Table(const std::string& rule_name) : rule_(rule(rule_name)) {}
 
-int64_t Table::add(const at::Tensor& param, const at::Tensor& owner, int64_t group) {
-  params_.push_back({param, owner, {}, group, std::nullopt});
+int64_t Table::add(const at::Tensor& param, const at::Tensor& owner, int64_t group,
+                   int64_t number) {
+  params_.push_back({param, owner, {}, group, number, std::nullopt});
   return static_cast<int64_t>(params_.size()) - 1;
 }
 
 void Table::set_state(int64_t index, ParamState state) {
   TORCH_INTERNAL_ASSERT(state.states.size() == static_cast<size_t>(rule_.num_states));
   params_.at(static_cast<size_t>(index)).state = std::move(state);
+}
+
+void Table::set_one_state(int64_t index, int64_t which, const at::Tensor& state) {
+  std::optional<ParamState>& kept = params_.at(static_cast<size_t>(index)).state;
+  if (kept) kept->states.at(static_cast<size_t>(which)) = state;
 }
 
 void Table::set_grad(int64_t index, const at::Tensor& grad) {
@@ -77,6 +83,10 @@ void Table::check(const Param& param, const at::Tensor& grad) const {
     if (state.defined()) check_state(param.param, state, "state");
   }
   const bool is_f32 = param.state->master_kind == Master::F32;
+  TORCH_CHECK(
+      param.state->master_kind != Master::Remainder16 || param.param.scalar_type() == at::kBFloat16,
+      "master: \"remainder16\" is for parameters of bfloat16, and one is of ",
+      param.param.scalar_type());
   if (param.state->master.defined()) {
     check_state(param.param, param.state->master, "master", is_f32 ? at::kFloat : at::kShort);
   }
@@ -119,6 +129,7 @@ void Table::fill(Job* job, const Param& param, const at::Tensor& grad) const {
   const ParamState& state = *param.state;
   const Group& group = groups_.at(static_cast<size_t>(param.group));
   job->numel = param.param.numel();
+  job->number = static_cast<uint32_t>(param.number);
   job->hyper = group.hyper.data();
   job->stochastic = group.stochastic;
   job->seed = group.seed;

@@ -30,10 +30,13 @@ class Table {
  public:
   explicit Table(const std::string& rule_name);
 
-  // Adds a parameter of `group`. `param` is the memory that is updated; its gradient is that of
-  // `owner`, or what set_grad says if `owner` is undefined. Returns its index.
-  int64_t add(const at::Tensor& param, const at::Tensor& owner, int64_t group);
+  // Adds a parameter of `group`, the optimizer's `number`-th. `param` is the memory that is
+  // updated; its gradient is that of `owner`, or what set_grad says if `owner` is undefined.
+  // Returns its index in the table.
+  int64_t add(const at::Tensor& param, const at::Tensor& owner, int64_t group, int64_t number);
   void set_state(int64_t index, ParamState state);
+  // Replaces one of the states; nothing if the parameter has none.
+  void set_one_state(int64_t index, int64_t which, const at::Tensor& state);
   void set_grad(int64_t index, const at::Tensor& grad);
   // `values` as Rule::hyper.
   void set_hyper(int64_t group, std::vector<double> values, bool stochastic, uint64_t seed);
@@ -55,7 +58,7 @@ class Table {
  private:
   struct Param {
     at::Tensor param, owner, grad;
-    int64_t group;
+    int64_t group, number;
     std::optional<ParamState> state;
   };
   struct Group {

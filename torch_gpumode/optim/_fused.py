@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch import Tensor
 from torch_gpumode.optim._scaling import Scaling, clip_coefficient
 from torch_gpumode.optim._state import ParamState, States, Watch
 from torch_gpumode.optim._table import ParamTable
+
+if TYPE_CHECKING:
+    from torch_gpumode.optim.attach import Attached
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -89,11 +92,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     # Of a group: what `_hyper` and the table of parameters are made from.
     _keys: ClassVar[tuple[str, ...]]
     _has_scalar: ClassVar[bool] = False
+    # Whether a checkpoint of our namesake has it; random bits depend on it, too.
+    _saves_step: ClassVar[bool] = True
     # GradScaler then leaves unscaling, and what to do about infinities, to `step`.
     _step_supports_amp_scaling = True
 
     # What is derived from the state and the groups; None: it must be made anew.
     _table: ParamTable | None = None
+    _attached: list[Attached]
 
     def __init__(
         self,
@@ -124,6 +130,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 group.update(was)
             raise
         self._adopt_state()
+        self._attached = []
 
     # ------------------------------------------------------------------------- for subclasses
 
@@ -139,11 +146,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Returns what a new state is filled with."""
         return 0.0
 
-    def _step_of(self, param: Tensor, state: ParamState, is_new: bool) -> Tensor:
-        """Returns the number of steps that a parameter has made, which C++ counts up in place."""
-        step = one_number(state.get("step", 0.0 if is_new else 1.0), param.device)
-        state.add("step", step)
-        return step
+    def _make_table(self, only: Collection[Tensor] | None = None) -> ParamTable:
+        """Returns a table of all parameters, or of `only` some."""
+        return ParamTable(self, only)
 
     def _check_hyper(self, group: dict[str, Any]) -> None:
         """Raises ValueError for hyper-parameters that make no sense."""
@@ -156,7 +161,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for value in values:
                 if isinstance(value, Tensor) and value.numel() != 1:
                     raise ValueError(f"Tensor {key} must be 1-element")
-                if isinstance(value, float) and not math.isfinite(value):
+                if isinstance(value, float | Tensor) and not math.isfinite(value):
                     raise ValueError(f"Invalid {key}: {value}: expected a finite number")
         self._check_hyper(group)
 
@@ -205,6 +210,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
         self._adopt_state()
+        self.__dict__.setdefault("_attached", [])  # of a copy: to nothing
 
     def __getstate__(self) -> dict[str, Any]:
         plain = self.state.plain()  # type: ignore[attr-defined]
@@ -270,8 +276,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Adds to the state of a parameter what it lacks; returns it, with its step."""
         names = [name for name in self._state_names(group) if name is not None]
         state = self.state.get(param, ParamState(self._watch))
-        is_new = not any(isinstance(state.get(name), Tensor) for name in names)
-        step = self._step_of(param, state, is_new)
+        has_any = any(isinstance(state.get(name), Tensor) for name in names)
+        # Who has lost its averages starts over.
+        step = 0.0 if names and not has_any else state.get("step", float(has_any))
+        step = one_number(step, param.device)
+        if self._saves_step or self.precision.stochastic_rounding:
+            state.add("step", step)
         dtype = self.precision.state_dtype_of(param.dtype)
         for name in names:
             if not isinstance(state.get(name), Tensor):
@@ -336,7 +346,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
             with torch.enable_grad():
                 loss = closure()
-        table = self._current_table()
+        table = self._table = self._current_table(self._table)
         factor = scaling.factor
         if max_norm is not None or scaling.looks_for_inf:
             norm = table.grad_norm(factor)
@@ -348,14 +358,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         scaling.finish()
         return loss
 
-    def _current_table(self) -> ParamTable:
+    def _current_table(
+        self, table: ParamTable | None, only: Collection[Tensor] | None = None
+    ) -> ParamTable:
+        """Returns `table`, or a new one if it is out of date, with the hyper-parameters of now."""
         if type(self.state) is not States:
             self._adopt_state()
-        if self._table is None or self._watch.changed or not self._table.is_current():
-            self._table = ParamTable(self)
-            self._watch.changed = False
-        self._table.update_hyper()
-        return self._table
+        if table is None or not table.is_current():
+            table = self._make_table(only)
+        table.update_hyper()
+        return table
 
 
 def one_number(value: Any, device: torch.device) -> Tensor:
@@ -373,6 +385,8 @@ def check_at_least_zero(group: dict[str, Any], **names: str) -> None:
 
 
 def check_betas(group: dict[str, Any]) -> None:
+    if len(group["betas"]) != 2:
+        raise ValueError(f"Invalid betas: {group['betas']}: expected two numbers")
     for index, beta in enumerate(group["betas"]):
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")

@@ -7,10 +7,10 @@ from typing import Any
 
 
 class Watch:
-    """Whether a mapping was changed."""
+    """How often a mapping was changed."""
 
     def __init__(self) -> None:
-        self.changed = False
+        self.num_changes = 0
 
 
 class _Watched(dict[Any, Any]):
@@ -21,11 +21,11 @@ class _Watched(dict[Any, Any]):
         self._watch = watch
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._watch.changed = True
+        self._watch.num_changes += 1
         super().__setitem__(key, value)
 
     def __delitem__(self, key: Any) -> None:
-        self._watch.changed = True
+        self._watch.num_changes += 1
         super().__delitem__(key)
 
     def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
@@ -33,15 +33,15 @@ class _Watched(dict[Any, Any]):
         return self
 
     def clear(self) -> None:
-        self._watch.changed = True
+        self._watch.num_changes += 1
         super().clear()
 
     def pop(self, *args: Any) -> Any:
-        self._watch.changed = True
+        self._watch.num_changes += 1
         return super().pop(*args)
 
     def popitem(self) -> tuple[Any, Any]:
-        self._watch.changed = True
+        self._watch.num_changes += 1
         return super().popitem()
 
     def setdefault(self, key: Any, default: Any = None) -> Any:

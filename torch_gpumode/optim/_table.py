@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -24,19 +25,24 @@ class ParamTable:
     changed in place, their memory included, are seen by the C++ side itself.
     """
 
-    def __init__(self, optimizer: FusedOptimizer) -> None:
+    def __init__(self, optimizer: FusedOptimizer, only: Collection[Tensor] | None) -> None:
         self._optimizer = optimizer
         self._c = _extension.load()
         self._table = self._c.Table(optimizer._rule)
         self._names = self._c.hyper_of_rule(optimizer._rule)
         groups = optimizer.param_groups
-        self._params: list[Tensor] = [p for group in groups for p in group["params"]]
-        self._group_of: list[Group] = [group for group in groups for _ in group["params"]]
+        self._watch, self._num_changes = optimizer._watch, optimizer._watch.num_changes
+        self._params: list[Tensor] = []
+        self._group_of: list[Group] = []
         # This process's parts of those parameters that are DTensors: their gradients must be told.
         self._parts: dict[int, Tensor] = {}
-        for number, group in enumerate(groups):
+        chosen = None if only is None else set(only)
+        number = 0
+        for index, group in enumerate(groups):
             for param in group["params"]:
-                self._add(param, number)
+                if chosen is None or param in chosen:
+                    self._add(param, index, number)
+                number += 1
         self._seen_params = [list(group["params"]) for group in groups]
         self._seen: list[tuple[Any, ...]] = [()] * len(groups)
         self._seen_states = list(map(optimizer._state_names, groups))
@@ -44,7 +50,7 @@ class ParamTable:
             if optimizer.state.get(param):
                 self._hand_over(index)
 
-    def _add(self, param: Tensor, group: int) -> None:
+    def _add(self, param: Tensor, group: int, number: int) -> None:
         part = local(param)
         if part.device.type != "cpu":
             raise RuntimeError(
@@ -52,13 +58,17 @@ class ParamTable:
                 f"updates parameters on cpu"
             )
         is_whole = part is param
-        index = self._table.add(part, param if is_whole else None, group)
+        index = self._table.add(part, param if is_whole else None, group, number)
+        self._params.append(param)
+        self._group_of.append(self._optimizer.param_groups[group])
         if not is_whole:
             self._parts[index] = part
 
     def is_current(self) -> bool:
         """Returns whether this is still about the parameters that the optimizer has."""
-        groups = self._optimizer.param_groups
+        groups, watch = self._optimizer.param_groups, self._optimizer._watch
+        if self._watch is not watch or self._num_changes != watch.num_changes:
+            return False
         if len(groups) != len(self._seen_params):
             return False
         if any(local(self._params[index]) is not part for index, part in self._parts.items()):
@@ -84,8 +94,11 @@ class ParamTable:
             states=[local(state[name]) if name else None for name in names],
             master=None if master is None else local(master),
             kind=kind,
-            scalar=state["exp_avg_sq"] if self._optimizer._has_scalar else None,
+            scalar=self._scalar_of(index, state),
         )
+
+    def _scalar_of(self, index: int, state: dict[str, Any]) -> Tensor | None:
+        return state["exp_avg_sq"] if self._optimizer._has_scalar else None
 
     def update_hyper(self) -> None:
         """Hands over the hyper-parameters of the groups in which one has changed."""
@@ -143,12 +156,19 @@ class ParamTable:
             self._tell_grads()
             for index in self._table.without_state():
                 self._hand_over(index)
-            sums = self._table.start(factor)
-            if sums is not None and self._parts:
-                add_up(sums, self._params)
-            self._table.finish(factor, sums)
+            self._finish(factor, self._start(factor))
         finally:
             self._forget_grads()
+
+    def _start(self, factor: float) -> Tensor | None:
+        """All passes but the last; returns what was summed over each parameter, if anything."""
+        sums: Tensor | None = self._table.start(factor)
+        if sums is not None and self._parts:
+            add_up(sums, self._params)
+        return sums
+
+    def _finish(self, factor: float, sums: Tensor | None) -> None:
+        self._table.finish(factor, sums)
 
 
 def _number(value: Any) -> Any:

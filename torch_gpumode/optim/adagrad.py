@@ -20,7 +20,7 @@ class FusedAdagrad(FusedOptimizer):
     """
 
     _rule = "adagrad"
-    _keys = ("lr", "lr_decay", "eps", "weight_decay", "maximize")
+    _keys = ("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value", "maximize")
 
     def __init__(
         self,

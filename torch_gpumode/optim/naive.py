@@ -121,3 +121,21 @@ def novograd(param: Tensor, grad: Tensor, state: State, step: int, **options: An
     else:
         state["exp_avg"] = beta1 * state["exp_avg"] + share * grad
         param -= lr * (state["exp_avg"] / correction1 / scale + decay * param)
+
+
+def muon(param: Tensor, grad: Tensor, state: State, step: int, **options: Any) -> None:
+    """state: momentum_buffer, at first 0. The fused one makes directions orthogonal in bfloat16."""
+    lr, momentum = options["lr"], options["momentum"]
+    buffer = state["momentum_buffer"] = momentum * state["momentum_buffer"] + (1 - momentum) * grad
+    direction = (1 - momentum) * grad + momentum * buffer if options["nesterov"] else buffer
+    a, b, c = options["ns_coefficients"]
+    x = direction / direction.norm().clamp(min=options["eps"])
+    for _ in range(options["ns_steps"]):
+        x = a * x + b * (x @ x.mT) @ x + c * (x @ x.mT) @ (x @ x.mT) @ x
+    rows, columns = param.shape
+    factor = {
+        "match_rms_adamw": 0.2 * max(rows, columns) ** 0.5,
+        "spectral_unclamped": (rows / columns) ** 0.5,
+    }.get(options["adjust_lr_fn"], max(1, rows / columns) ** 0.5)
+    param *= 1 - lr * options["weight_decay"]
+    param -= lr * factor * x

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_gpumode.optim._fused import FusedOptimizer, Params, check_at_least_zero, one_number
-from torch_gpumode.optim._state import ParamState
+from torch_gpumode.optim._fused import FusedOptimizer, Params, check_at_least_zero
 
 
 class FusedSGD(FusedOptimizer):
@@ -21,6 +20,7 @@ class FusedSGD(FusedOptimizer):
     """
 
     _rule = "sgd"
+    _saves_step = False
     _keys = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 
     def __init__(
@@ -73,16 +73,6 @@ class FusedSGD(FusedOptimizer):
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
         return ("momentum_buffer" if group["momentum"] else None,)
-
-    def _step_of(self, param: Tensor, state: ParamState, is_new: bool) -> Tensor:
-        # The first step with momentum takes the whole gradient, also when it comes late. Torch's
-        # own state has no step, so it is kept only where random bits depend on it.
-        if is_new or not self.precision.stochastic_rounding:
-            step = one_number(0.0 if is_new else 1.0, param.device)
-            if self.precision.stochastic_rounding:
-                state.add("step", step)
-            return step
-        return super()._step_of(param, state, is_new)
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
         return group
