@@ -141,7 +141,11 @@ PARAMS: list[tuple[torch.Tensor, dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("values", "options", "error", "text"), PARAMS, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(
+    ("values", "options", "error", "text"),
+    PARAMS,
+    ids=["int64", "bool", "complex64", "float8", "sparse", "remainder16", "stochastic"],
+)
 @pytest.mark.parametrize("name", FUSED)
 def test_parameters(
     name: str, values: torch.Tensor, options: dict[str, Any], error: type[Exception], text: str
@@ -173,7 +177,7 @@ def test_parameters(
         {"lr": 0.1},
         {"params": ["weight"]},
     ],
-    ids=str,
+    ids=["not a leaf", "infinite lr", "negative lr", "integers", "no params", "a string"],
 )
 @pytest.mark.parametrize("name", FUSED)
 def test_a_failing_constructor_leaves_the_dicts(name: str, bad: dict[str, Any]):

@@ -139,10 +139,29 @@ GPUMODE_HD void store(const Job& job, const Operand& operand, int64_t begin, int
 
 // -------------------------------------------------------------------------------- the parameter
 
+// Where the parameter is not what was rounded from its master, somebody has written it since.
+template <class Half, class T>
+GPUMODE_HD void take_what_was_written(const Job& job, int64_t begin, int length, T* masters) {
+  uint16_t raw[kChunk];
+  const uint16_t* values = collect(job, job.param, begin, length, raw);
+  for (int i = 0; i < length; ++i) {
+    const auto master = static_cast<float>(masters[i]);
+    masters[i] = values[i] == Half::narrow(master) ? master : Half::widen(values[i]);
+  }
+}
+
 template <class T>
 GPUMODE_HD T* load_param(const Job& job, int64_t begin, int length, T* buffer) {
   if (job.master_kind == Master::None) return load(job, job.param, begin, length, buffer);
-  if (job.master_kind == Master::F32) return load(job, job.master, begin, length, buffer);
+  if (job.master_kind == Master::F32) {
+    T* masters = load(job, job.master, begin, length, buffer);
+    if (job.param.dtype == DType::BF16) {
+      take_what_was_written<BF16>(job, begin, length, masters);
+    } else {
+      take_what_was_written<F16>(job, begin, length, masters);
+    }
+    return masters;
+  }
   uint16_t high_raw[kChunk];
   int16_t remainder_raw[kChunk];
   const uint16_t* high = collect(job, job.param, begin, length, high_raw);
@@ -233,42 +252,55 @@ GPUMODE_HD void run_chunk(const Job& job, const StepOptions& options, const Upda
   for (int k = 0; k < kSums; ++k) sums[k] += sum(terms[k], length);
 }
 
+// `sums` of the first of the pieces; each piece has kMaxSums.
 template <class T, template <class> class Update>
-GPUMODE_HD void run_piece_as(const Piece& piece, const StepOptions& options, double* sums) {
-  const Update<T> update(*piece.job);
-  const int64_t end = piece.begin + piece.length;
-  for (int64_t begin = piece.begin; begin < end; begin += kChunk) {
-    const int length = static_cast<int>(std::min<int64_t>(kChunk, end - begin));
-    run_chunk<T>(*piece.job, options, update, begin, length, sums);
+GPUMODE_HD void run_pieces_as(const Piece* pieces, int64_t num_pieces, const StepOptions& options,
+                              double* sums) {
+  constexpr bool kIsOfTensor = (Update<T>::kAccess & kIsOfItsTensor) != 0;
+  const Job* last = pieces->job;
+  Update<T> update(*last);
+  for (int64_t i = 0; i < num_pieces; ++i, sums += kMaxSums) {
+    const Job& job = *pieces[i].job;
+    const bool is_as_last = job.hyper == last->hyper && job.step == last->step && !kIsOfTensor;
+    if (&job != last && !is_as_last) update = Update<T>(job);
+    last = &job;
+    const int64_t end = pieces[i].begin + pieces[i].length;
+    for (int64_t begin = pieces[i].begin; begin < end; begin += kChunk) {
+      const int length = static_cast<int>(std::min<int64_t>(kChunk, end - begin));
+      run_chunk<T>(job, options, update, begin, length, sums);
+    }
   }
 }
 
 #if defined(__x86_64__)
 template <class T, template <class> class Update>
-__attribute__((noinline, target("avx2"))) void run_piece_avx2(const Piece& piece,
-                                                              const StepOptions& options,
-                                                              double* sums) {
-  run_piece_as<T, Update>(piece, options, sums);
+__attribute__((noinline,
+               target("avx2"))) void run_pieces_avx2(const Piece* pieces, int64_t num_pieces,
+                                                     const StepOptions& options, double* sums) {
+  run_pieces_as<T, Update>(pieces, num_pieces, options, sums);
 }
 #endif
 
 // Once for every x86-64 and once for those with AVX2. Both give the same bits.
 template <class T, template <class> class Update>
-void run_piece_in(const Piece& piece, const StepOptions& options, double* sums) {
+void run_pieces_in(const Piece* pieces, int64_t num_pieces, const StepOptions& options,
+                   double* sums) {
 #if defined(__x86_64__)
   static const bool avx2 = __builtin_cpu_supports("avx2");
-  if (avx2) return run_piece_avx2<T, Update>(piece, options, sums);
+  if (avx2) return run_pieces_avx2<T, Update>(pieces, num_pieces, options, sums);
 #endif
-  run_piece_as<T, Update>(piece, options, sums);
+  run_pieces_as<T, Update>(pieces, num_pieces, options, sums);
 }
 
-// Updates a piece of a tensor. `sums`, of kMaxSums, receives the sums of the update's terms.
+// Updates pieces of tensors. `sums`, kMaxSums per piece, receives the sums of the update's terms.
 template <template <class> class Update>
-void run_piece(const Piece& piece, const StepOptions& options, double* sums) {
-  if (piece.job->param.dtype == DType::F64) {
-    run_piece_in<double, Update>(piece, options, sums);
-  } else {
-    run_piece_in<float, Update>(piece, options, sums);
+void run_pieces(const Piece* pieces, int64_t num_pieces, const StepOptions& options, double* sums) {
+  const auto is_double = [](const Piece& piece) { return piece.job->param.dtype == DType::F64; };
+  for (int64_t begin = 0, end = 0; begin < num_pieces; begin = end) {
+    const bool in_double = is_double(pieces[begin]);
+    while (end < num_pieces && is_double(pieces[end]) == in_double) ++end;
+    const auto run = in_double ? run_pieces_in<double, Update> : run_pieces_in<float, Update>;
+    run(pieces + begin, end - begin, options, sums + begin * kMaxSums);
   }
 }
 

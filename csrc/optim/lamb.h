@@ -61,7 +61,7 @@ struct LambMoments {
 
 template <class T>
 struct LambApply {
-  static constexpr unsigned kAccess = kReadsParam | kWritesParam | kReadsStates;
+  static constexpr unsigned kAccess = kReadsParam | kWritesParam | kReadsStates | kIsOfItsTensor;
   static constexpr int kNumStates = 2;
   static constexpr int kNumSums = 0;
 

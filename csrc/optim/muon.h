@@ -38,7 +38,7 @@ struct MuonDirection {
 // Job::scalar is what the learning rate is multiplied by for a matrix of this shape.
 template <class T>
 struct MuonApply {
-  static constexpr unsigned kAccess = kReadsParam | kWritesParam | kReadsStates;
+  static constexpr unsigned kAccess = kReadsParam | kWritesParam | kReadsStates | kIsOfItsTensor;
   static constexpr int kNumStates = 1;
   static constexpr int kNumSums = 0;
 

@@ -32,7 +32,7 @@ void Passes::run(std::vector<Job>* jobs, const std::vector<Pass>& passes,
     const Pass pass = passes[i];
     sums_.assign(pieces_.size() * kMaxSums, 0.0);
     at::parallel_for(0, num_pieces, std::max<int64_t>(1, grain), [&](int64_t begin, int64_t end) {
-      for (int64_t k = begin; k < end; ++k) pass(pieces_[k], options, &sums_[k * kMaxSums]);
+      pass(&pieces_[begin], end - begin, options, &sums_[begin * kMaxSums]);
     });
     if (i + 1 < passes.size() || keeps_sums) add_up(jobs);
   }

@@ -6,7 +6,8 @@
 
 namespace gpumode::optim {
 
-using Pass = void (*)(const Piece& piece, const StepOptions& options, double* sums);
+using Pass = void (*)(const Piece* pieces, int64_t num_pieces, const StepOptions& options,
+                      double* sums);
 
 // Runs passes over tensors on the CPU, with torch's threads. The result does not depend on their
 // number.

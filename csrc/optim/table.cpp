@@ -83,6 +83,9 @@ void Table::check(const Param& param, const at::Tensor& grad) const {
     if (state.defined()) check_state(param.param, state, "state");
   }
   const bool is_f32 = param.state->master_kind == Master::F32;
+  const at::ScalarType dtype = param.param.scalar_type();
+  TORCH_CHECK(!is_f32 || dtype == at::kBFloat16 || dtype == at::kHalf,
+              "master: \"fp32\" is for parameters in half precision, and one is of ", dtype);
   TORCH_CHECK(
       param.state->master_kind != Master::Remainder16 || param.param.scalar_type() == at::kBFloat16,
       "master: \"remainder16\" is for parameters of bfloat16, and one is of ",
@@ -176,7 +179,7 @@ at::Tensor Table::grad_sums(double factor) {
     job.grad = operand(grad);
     if (!grad.is_contiguous()) lay_out(&job, {{&grad, &job.grad}}, &layouts_);
   }
-  passes_.run(&jobs_, {run_piece<GradNorm>}, {factor}, /*keeps_sums=*/true);
+  passes_.run(&jobs_, {run_pieces<GradNorm>}, {factor}, /*keeps_sums=*/true);
   return sums().select(1, 0);
 }
 
@@ -208,7 +211,7 @@ double grad_norm(const std::vector<at::Tensor>& grads) {
   std::deque<Layout> layouts;
   std::vector<Job> jobs = jobs_of(grads, &layouts);
   Passes passes;
-  passes.run(&jobs, {run_piece<GradNorm>}, {1.0}, /*keeps_sums=*/true);
+  passes.run(&jobs, {run_pieces<GradNorm>}, {1.0}, /*keeps_sums=*/true);
   double total = 0.0;
   for (const Job& job : jobs) total += job.sums[0];
   return std::sqrt(total);
@@ -218,7 +221,7 @@ void scale_(const std::vector<at::Tensor>& grads, double factor) {
   std::deque<Layout> layouts;
   std::vector<Job> jobs = jobs_of(grads, &layouts);
   Passes passes;
-  passes.run(&jobs, {run_piece<GradScale>}, {factor});
+  passes.run(&jobs, {run_pieces<GradScale>}, {factor});
   for (const at::Tensor& grad : grads) bump_version(grad);
 }
 

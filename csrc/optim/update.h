@@ -6,8 +6,8 @@
 namespace gpumode::optim {
 
 // An update is what one pass over the tensors does to one element, in the type T that it computes
-// in: double for parameters of float64, else float. It is built once per tensor, from its Job, and
-// then called per element:
+// in: double for parameters of float64, else float. It is built from a Job, and then called per
+// element:
 //
 //     update(p, g, states, terms)
 //
@@ -20,6 +20,8 @@ enum Access : unsigned {
   kReadsGrad = 4,
   kReadsStates = 8,
   kWritesStates = 16,
+  // It depends on Job::sums or Job::scalar, and so is of one tensor, not of all in a group.
+  kIsOfItsTensor = 32,
   // What nearly all do.
   kAll = kReadsParam | kWritesParam | kReadsGrad | kReadsStates | kWritesStates,
 };

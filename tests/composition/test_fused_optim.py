@@ -116,3 +116,46 @@ def tensor_parallel(me: Rank) -> None:
 
 def test_tensor_parallel_and_plain_in_one_group(tmp_path):
     run(tensor_parallel, 2, tmp_path)
+
+
+def muon(me: Rank) -> None:
+    """Its matrices are gathered; biases have AdamW. bfloat16 may round otherwise in a batch."""
+    model, reference = shard(mlp(), init_device_mesh("cpu", (me.size,))), mlp()
+    optimizers = []
+    for each in (model, reference):
+        matrices = [p for p in each.parameters() if p.ndim == 2]
+        others = [p for p in each.parameters() if p.ndim != 2]
+        optimizers.append([optim.FusedMuon(matrices, lr=0.1), optim.FusedAdamW(others, lr=0.01)])
+    for number in range(STEPS):
+        for optimizer in (*optimizers[0], *optimizers[1]):
+            optimizer.zero_grad()
+        loss_of(model, me.rank, number).backward()
+        for rank in range(me.size):
+            (loss_of(reference, rank, number) / me.size).backward()
+        for optimizer in (*optimizers[0], *optimizers[1]):
+            optimizer.step()
+    for ours, right in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(whole(ours), right.detach(), rtol=0, atol=0.01)
+
+
+def test_muon(tmp_path):
+    run(muon, 3, tmp_path)
+
+
+def attached(me: Rank) -> None:
+    model, reference = shard(mlp(), init_device_mesh("cpu", (me.size,))), mlp()
+    ours = optim.FusedAdamW(model.parameters(), lr=0.1)
+    right = optim.FusedAdamW(reference.parameters(), lr=0.1)
+    with optim.attach(ours, model, bucket_nbytes=100):
+        for number in range(STEPS):
+            loss_of(model, me.rank, number).backward()
+            assert all(p.grad is None for p in model.parameters())
+    train_whole(reference, right, me.size)
+    check_equal(model, reference)
+    parallel = nn.parallel.DistributedDataParallel(mlp())
+    with pytest.raises(ValueError, match="DistributedDataParallel"):
+        optim.attach(optim.FusedAdamW(parallel.parameters()), parallel)
+
+
+def test_attached(tmp_path):
+    run(attached, 3, tmp_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import torch
@@ -69,9 +69,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     Args:
         master: where the exact value of a parameter in half precision is kept. "fp32": in a float32
-            copy, `state["master_param"]`; "remainder16": in 16 more bits for each element of a
-            bfloat16 parameter, `state["remainder"]`, which together with the parameter are the same
-            float32 in half the memory; None: nowhere. Other parameters need none.
+            copy, `state["master_param"]`, which follows what others write into the parameter;
+            "remainder16": in 16 more bits for each element of a bfloat16 parameter,
+            `state["remainder"]`, which together with the parameter are the same float32 in half
+            the memory; None: nowhere. Other parameters need none.
         stochastic_rounding: what is stored as bfloat16 is rounded up or down by chance, so that the
             average is right. The same `seed`, step and order of parameters give the same bits.
         state_dtype: of new states: torch.float32 or torch.bfloat16; None: float32. Those of
@@ -190,7 +191,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim.Optimizer's; a call that raises leaves the caller's dict as it was."""
-        before = dict(param_group) if isinstance(param_group, dict) else None
+        before = dict(param_group) if isinstance(param_group, dict) else {}
+        for option in fields(Precision):
+            if option.name in before:
+                raise ValueError(
+                    f"{option.name}: is for all param groups: give it to {type(self).__name__}"
+                )
         num_groups = len(self.param_groups)
         try:
             super().add_param_group(param_group)
@@ -198,7 +204,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._check_params(self.param_groups[-1])
         except BaseException:
             del self.param_groups[num_groups:]
-            if before is not None:
+            if before:
                 param_group.clear()
                 param_group.update(before)
             raise

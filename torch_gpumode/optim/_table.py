@@ -33,6 +33,7 @@ class ParamTable:
         groups = optimizer.param_groups
         self._watch, self._num_changes = optimizer._watch, optimizer._watch.num_changes
         self._params: list[Tensor] = []
+        self._with_state: set[int] = set()
         self._group_of: list[Group] = []
         # This process's parts of those parameters that are DTensors: their gradients must be told.
         self._parts: dict[int, Tensor] = {}
@@ -82,6 +83,7 @@ class ParamTable:
     def _hand_over(self, index: int) -> None:
         param, group = self._params[index], self._group_of[index]
         state = self._optimizer._complete(param, group)
+        self._with_state.add(index)
         master, kind = None, self._c.Master.NONE
         if self._optimizer.precision.master_of(param.dtype) == "fp32":
             master, kind = state["master_param"], self._c.Master.F32
@@ -118,8 +120,8 @@ class ParamTable:
             names = self._optimizer._state_names(group)
             if names == self._seen_states[number]:
                 continue
-            for index, param in enumerate(self._params):
-                if self._group_of[index] is group and self._optimizer.state.get(param):
+            for index in self._with_state:
+                if self._group_of[index] is group:
                     self._hand_over(index)
             self._seen_states[number] = names
 

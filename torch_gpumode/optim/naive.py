@@ -2,7 +2,8 @@
 
 Each function makes one step of one tensor in place, in the dtype of its tensors, and has no other
 state than what it is given. `step` is 1 in the first. `options` are a param group's. The fused ones
-round once, what they store; but LAMB's direction is made of the averages as they were stored.
+round once, what they store; but LAMB's step takes the direction of the averages as they were
+stored, and its norm from before that.
 """
 
 from __future__ import annotations
