@@ -27,6 +27,12 @@ GPUMODE_HD float float_of(uint32_t u) {
   return x;
 }
 
+// Written out, since compilers give up vectors where choices are nested.
+GPUMODE_HD uint32_t select(bool condition, uint32_t a, uint32_t b) {
+  const uint32_t mask = 0u - static_cast<uint32_t>(condition);
+  return (a & mask) | (b & ~mask);
+}
+
 GPUMODE_HD bool is_nan_bits(uint32_t u) { return (u & 0x7fffffffu) > 0x7f800000u; }
 
 GPUMODE_HD float root(float x) { return sqrtf(x); }
@@ -34,7 +40,9 @@ GPUMODE_HD double root(double x) { return sqrt(x); }
 
 template <class T>
 GPUMODE_HD T sign(T x) {
-  return x > T(0) ? T(1) : x < T(0) ? T(-1) : x;  // of NaN: NaN
+  const T up = x > T(0) ? T(1) : T(0);
+  const T down = x < T(0) ? T(1) : T(0);
+  return x != x ? x : up - down;
 }
 
 // base^exponent by squaring. Two systems' pow differ in the last bit; products do not.
@@ -87,8 +95,8 @@ struct F16 {
     const uint32_t normal = (magnitude << 13) + 0x38000000u;  // the exponent's bias: 127 - 15
     // In the binade of 0.5f the smallest subnormal is one ulp.
     const uint32_t subnormal = bits_of(float_of(magnitude | 0x3f000000u) - 0.5f);
-    uint32_t u = magnitude > 0x3ffu ? normal : subnormal;
-    u |= magnitude > 0x7bffu ? 0x7f800000u : 0u;  // infinity and NaN
+    uint32_t u = select(magnitude > 0x3ffu, normal, subnormal);
+    u |= select(magnitude > 0x7bffu, 0x7f800000u, 0u);  // infinity and NaN
     return float_of(u | (h & 0x8000u) << 16);
   }
   static GPUMODE_HD Raw narrow(float x) {
@@ -96,9 +104,9 @@ struct F16 {
     const uint32_t u = bits_of(x) & 0x7fffffffu;
     const uint32_t normal = (u + 0xfffu + ((u >> 13) & 1u) - 0x38000000u) >> 13;
     const uint32_t subnormal = bits_of(float_of(u) + 0.5f) - 0x3f000000u;
-    uint32_t h = u > 0x387fffffu ? normal : subnormal;
-    h = u > 0x477fffffu ? 0x7c00u : h;  // 2^16 and above
-    h = u > 0x7f800000u ? 0x7e00u : h;
+    uint32_t h = select(u > 0x387fffffu, normal, subnormal);
+    h = select(u > 0x477fffffu, 0x7c00u, h);  // 2^16 and above
+    h = select(u > 0x7f800000u, 0x7e00u, h);
     return static_cast<Raw>(h | sign);
   }
 };
@@ -129,17 +137,18 @@ GPUMODE_HD uint32_t mix(uint32_t x) {
   return x;
 }
 
-// What the random bits of one operand of one tensor in one step start from.
-GPUMODE_HD uint32_t random_key(uint64_t seed, uint64_t step, uint32_t tensor, uint32_t operand) {
+// What the random bits of one operand of one tensor in one step start from; the same for 2^32
+// elements, of which `index` is one.
+GPUMODE_HD uint32_t random_key(uint64_t seed, uint64_t step, uint32_t tensor, uint32_t operand,
+                               int64_t index) {
   uint32_t key = mix(static_cast<uint32_t>(seed) ^ 0x9e3779b9u);
   key = mix(key ^ static_cast<uint32_t>(seed >> 32));
   key = mix(key + static_cast<uint32_t>(step));
   key = mix(key + tensor);
-  return mix(key + operand);
+  key = mix(key + operand);
+  return mix(key + static_cast<uint32_t>(index >> 32));
 }
 
-GPUMODE_HD uint32_t random_bits(uint32_t key, int64_t index) {
-  return mix(mix(static_cast<uint32_t>(index) ^ key) + static_cast<uint32_t>(index >> 32));
-}
+GPUMODE_HD uint32_t random_bits(uint32_t key, uint32_t index) { return mix(index ^ key); }
 
 }  // namespace gpumode::optim

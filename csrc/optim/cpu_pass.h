@@ -124,9 +124,10 @@ GPUMODE_HD void store(const Job& job, const Operand& operand, int64_t begin, int
                            [](T x, int) { return F64::narrow(x); });
     case DType::BF16:
       if (random_key != nullptr) {
-        const uint32_t key = *random_key;
+        const uint32_t key = *random_key, first = static_cast<uint32_t>(begin);
         return store_as<BF16>(job, operand, begin, length, values, [=](T x, int i) {
-          return BF16::narrow(static_cast<float>(x), random_bits(key, begin + i));
+          const uint32_t index = first + static_cast<uint32_t>(i);
+          return BF16::narrow(static_cast<float>(x), random_bits(key, index));
         });
       }
       return store_as<BF16>(job, operand, begin, length, values,
@@ -144,9 +145,11 @@ template <class Half, class T>
 GPUMODE_HD void take_what_was_written(const Job& job, int64_t begin, int length, T* masters) {
   uint16_t raw[kChunk];
   const uint16_t* values = collect(job, job.param, begin, length, raw);
+#pragma GCC ivdep
   for (int i = 0; i < length; ++i) {
     const auto master = static_cast<float>(masters[i]);
-    masters[i] = values[i] == Half::narrow(master) ? master : Half::widen(values[i]);
+    const float written = Half::widen(values[i]);
+    masters[i] = values[i] == Half::narrow(master) ? master : written;
   }
 }
 
@@ -166,6 +169,7 @@ GPUMODE_HD T* load_param(const Job& job, int64_t begin, int length, T* buffer) {
   int16_t remainder_raw[kChunk];
   const uint16_t* high = collect(job, job.param, begin, length, high_raw);
   const int16_t* remainder = collect(job, job.master, begin, length, remainder_raw);
+#pragma GCC ivdep
   for (int i = 0; i < length; ++i) buffer[i] = static_cast<T>(join(high[i], remainder[i]));
   return buffer;
 }
@@ -182,6 +186,7 @@ GPUMODE_HD void store_param(const Job& job, int64_t begin, int length, const T* 
   int16_t remainder_raw[kChunk];
   uint16_t* high = place(job.param, begin, high_raw);
   int16_t* remainder = place(job.master, begin, remainder_raw);
+#pragma GCC ivdep
   for (int i = 0; i < length; ++i) split(static_cast<float>(values[i]), &high[i], &remainder[i]);
   spread(job, job.param, begin, length, high);
   spread(job, job.master, begin, length, remainder);
@@ -237,8 +242,9 @@ GPUMODE_HD void run_chunk(const Job& job, const StepOptions& options, const Upda
     for (int k = 0; k < kStates && kAccess & kWritesStates; ++k) s[k][i] = at_states[k];
     for (int k = 0; k < kSums; ++k) terms[k][i] = at_terms[k];
   }
+  // A chunk begins at a multiple of its length, and so has one key.
   const auto key = [&](uint32_t operand) {
-    return random_key(job.seed, static_cast<uint64_t>(job.step), job.number, operand);
+    return random_key(job.seed, static_cast<uint64_t>(job.step), job.number, operand, begin);
   };
   if (kAccess & kWritesParam) {
     const uint32_t random = job.stochastic ? key(0) : 0;

@@ -37,9 +37,10 @@ struct RmspropUpdate {
     T square = states[0] = alpha * states[0] + rest * (g * g);
     const T average = alpha * states[2] + rest * g;
     states[2] = average;
-    const T variance = square - average * average;
     // Rounding may leave less than nothing.
-    square = centered ? (variance < T(0) ? T(0) : variance) : square;
+    T variance = square - average * average;
+    variance = variance < T(0) ? T(0) : variance;
+    square = centered ? variance : square;
     const T scaled = g / (root(square) + eps);
     const T buffer = momentum * states[1] + scaled;
     states[1] = buffer;

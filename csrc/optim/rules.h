@@ -18,6 +18,9 @@ struct Rule {
   double (*next_scalar)(const Job& job);
 };
 
+// One file each.
+extern const Rule kAdam, kSgd, kAdagrad, kRmsprop, kLion, kLamb, kMuon, kNovograd;
+
 // Throws ValueError if there is none of that name.
 const Rule& rule(const std::string& name);
 

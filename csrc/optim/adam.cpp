@@ -1,0 +1,14 @@
+#include "optim/adam.h"
+
+#include "optim/rules.h"
+
+namespace gpumode::optim {
+
+const Rule kAdam = {
+    "adam",
+    {"lr", "beta1", "beta2", "eps", "weight_decay", "amsgrad", "maximize", "decoupled"},
+    3,
+    {run_pieces<AdamUpdate>},
+    nullptr};
+
+}  // namespace gpumode::optim

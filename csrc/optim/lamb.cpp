@@ -1,0 +1,14 @@
+#include "optim/lamb.h"
+
+#include "optim/rules.h"
+
+namespace gpumode::optim {
+
+const Rule kLamb = {"lamb",
+                    {"lr", "beta1", "beta2", "eps", "weight_decay", "bias_correction",
+                     "grad_averaging", "decoupled", "always_adapts", "maximize"},
+                    2,
+                    {run_pieces<LambMoments>, run_pieces<LambApply>},
+                    nullptr};
+
+}  // namespace gpumode::optim

@@ -1,0 +1,13 @@
+#include "optim/lion.h"
+
+#include "optim/rules.h"
+
+namespace gpumode::optim {
+
+const Rule kLion = {"lion",
+                    {"lr", "beta1", "beta2", "weight_decay", "maximize"},
+                    1,
+                    {run_pieces<LionUpdate>},
+                    nullptr};
+
+}  // namespace gpumode::optim

@@ -1,0 +1,13 @@
+#include "optim/sgd.h"
+
+#include "optim/rules.h"
+
+namespace gpumode::optim {
+
+const Rule kSgd = {"sgd",
+                   {"lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"},
+                   1,
+                   {run_pieces<SgdUpdate>},
+                   nullptr};
+
+}  // namespace gpumode::optim
