@@ -276,18 +276,26 @@ class Handshake {
   }
 
   Status read_ready(int q) {
-    Peer& peer = peers_[q];
+    if (Status s = read_in(q); !s.ok() || peers_[q].ready) return s;
+    // Nothing is ever sent to us on the connection that we made: readable means closed. If that is
+    // because the peer is done, it said before that it is ready, perhaps since we looked.
     char byte = 0;
     os::Received received;
-    if (peer.in) {
-      if (Status s = os::receive_message(peer.in, &byte, 1, &received); !s.ok()) return s;
-      if (received.nbytes == 0) return closed(q);
-      peer.ready = received.nbytes == 1 && byte == kReady;
-    }
-    if (peer.ready) return {};
-    // Nothing is ever sent to us on the connection that we made: readable means closed.
-    if (Status s = os::receive_message(peer.out, &byte, 1, &received); !s.ok()) return s;
-    return received.nbytes == 0 ? closed(q) : Status();
+    if (Status s = os::receive_message(peers_[q].out, &byte, 1, &received); !s.ok()) return s;
+    if (received.nbytes != 0) return {};
+    if (Status s = read_in(q); !s.ok() || peers_[q].ready) return s;
+    return closed(q);
+  }
+
+  Status read_in(int q) {
+    Peer& peer = peers_[q];
+    if (!peer.in) return {};
+    char byte = 0;
+    os::Received received;
+    if (Status s = os::receive_message(peer.in, &byte, 1, &received); !s.ok()) return s;
+    if (received.nbytes == 0) return closed(q);
+    peer.ready = received.nbytes == 1 && byte == kReady;
+    return {};
   }
 
   void hand_over(std::vector<Link>* links) {

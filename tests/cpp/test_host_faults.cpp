@@ -76,6 +76,14 @@ TEST(HostFaults, WhatAllHaveEnteredSucceedsThoughOneAbortsNext) {
   }
 }
 
+TEST(HostFaults, BuildingSucceedsWhereAllAreThere) {
+  // Members that are done close connections which others still look at.
+  HostGroup group(6, seconds(60));
+  for (int round = 1; round <= 300 && !HasFailure(); ++round) {
+    group.rebuild(1 + round, {0, 1, 2, 3, 4, 5});
+  }
+}
+
 TEST(HostFaults, AMemberThatNeverCallsIsNamedAtTheDeadline) {
   HostGroup group(3, milliseconds(200));
   group.run({0, 2}, [&](int, Communicator& c) {
