@@ -51,8 +51,7 @@ def test_signature(name: str):
     assert [*ours][: len(positional)] == positional
     for key, each in theirs.items():
         assert ours[key].default == each.default, key
-    more = {"master", "stochastic_rounding", "state_dtype", "seed"}
-    assert ours.keys() - theirs.keys() <= more | {"options", "decoupled_weight_decay"}
+    assert ours.keys() - theirs.keys() <= {"options", "precision", "decoupled_weight_decay"}
 
 
 @pytest.mark.parametrize("dtype", [F64, F32], ids=str)

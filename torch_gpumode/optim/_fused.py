@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -24,14 +24,23 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 STATE_DTYPES = (None, torch.float32, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class Precision:
-    """How exactly parameters and states are kept; FusedOptimizer says what each field means."""
+class PrecisionOptions(TypedDict, total=False):
+    """The arguments of Precision, which all optimizers take."""
 
     master: str | None
     stochastic_rounding: bool
     state_dtype: torch.dtype | None
     seed: int
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How exactly parameters and states are kept; FusedOptimizer says what each field means."""
+
+    master: str | None = None
+    stochastic_rounding: bool = False
+    state_dtype: torch.dtype | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.master not in MASTERS:
@@ -106,18 +115,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         self,
         params: Params,
         defaults: dict[str, Any],
-        *,
-        master: str | None,
-        stochastic_rounding: bool,
-        state_dtype: torch.dtype | None,
-        seed: int,
+        **precision: Unpack[PrecisionOptions],
     ) -> None:
         if defaults.get("differentiable"):
             raise RuntimeError("`fused` does not support `differentiable`")
         if defaults.get("fused") and defaults.get("foreach"):
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
         # Not in the groups, so that a checkpoint has torch's own keys, and no others.
-        self.precision = Precision(master, stochastic_rounding, state_dtype, seed)
+        self.precision = Precision(**precision)
         self._check_group(defaults)
         if isinstance(params, Iterable) and not isinstance(params, Tensor | dict):
             params = list(params)  # type: ignore[assignment]

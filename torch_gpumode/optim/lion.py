@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
-import torch
 from torch import Tensor
 
-from torch_gpumode.optim._fused import FusedOptimizer, Params, check_at_least_zero, check_betas
+from torch_gpumode.optim._fused import (
+    FusedOptimizer,
+    Params,
+    PrecisionOptions,
+    check_at_least_zero,
+    check_betas,
+)
 
 
 class FusedLion(FusedOptimizer):
@@ -36,10 +41,7 @@ class FusedLion(FusedOptimizer):
         *,
         maximize: bool = False,
         capturable: bool = False,
-        master: str | None = None,
-        stochastic_rounding: bool = False,
-        state_dtype: torch.dtype | None = None,
-        seed: int = 0,
+        **precision: Unpack[PrecisionOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -48,14 +50,7 @@ class FusedLion(FusedOptimizer):
             "maximize": maximize,
             "capturable": capturable,
         }
-        super().__init__(
-            params,
-            defaults,
-            master=master,
-            stochastic_rounding=stochastic_rounding,
-            state_dtype=state_dtype,
-            seed=seed,
-        )
+        super().__init__(params, defaults, **precision)
 
     def _check_hyper(self, group: dict[str, Any]) -> None:
         check_at_least_zero(group, lr="learning rate", weight_decay="weight_decay value")

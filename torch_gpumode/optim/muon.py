@@ -5,14 +5,20 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from torch_gpumode.optim._dtensor import local
-from torch_gpumode.optim._fused import FusedOptimizer, Params, check_at_least_zero, one_number
+from torch_gpumode.optim._fused import (
+    FusedOptimizer,
+    Params,
+    PrecisionOptions,
+    check_at_least_zero,
+    one_number,
+)
 from torch_gpumode.optim._table import ParamTable
 
 ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
@@ -47,11 +53,7 @@ class FusedMuon(FusedOptimizer):
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
-        *,
-        master: str | None = None,
-        stochastic_rounding: bool = False,
-        state_dtype: torch.dtype | None = None,
-        seed: int = 0,
+        **precision: Unpack[PrecisionOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -63,14 +65,7 @@ class FusedMuon(FusedOptimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        super().__init__(
-            params,
-            defaults,
-            master=master,
-            stochastic_rounding=stochastic_rounding,
-            state_dtype=state_dtype,
-            seed=seed,
-        )
+        super().__init__(params, defaults, **precision)
 
     def _make_table(self, only: Collection[Tensor] | None = None) -> ParamTable:
         return _MuonTable(self, only)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
-import torch
 from torch import Tensor
 
-from torch_gpumode.optim._fused import FusedOptimizer, Params, check_at_least_zero
+from torch_gpumode.optim._fused import FusedOptimizer, Params, PrecisionOptions, check_at_least_zero
 
 
 class FusedRMSprop(FusedOptimizer):
@@ -36,11 +35,7 @@ class FusedRMSprop(FusedOptimizer):
         foreach: bool | None = None,
         maximize: bool = False,
         differentiable: bool = False,
-        *,
-        master: str | None = None,
-        stochastic_rounding: bool = False,
-        state_dtype: torch.dtype | None = None,
-        seed: int = 0,
+        **precision: Unpack[PrecisionOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -54,14 +49,7 @@ class FusedRMSprop(FusedOptimizer):
             "maximize": maximize,
             "differentiable": differentiable,
         }
-        super().__init__(
-            params,
-            defaults,
-            master=master,
-            stochastic_rounding=stochastic_rounding,
-            state_dtype=state_dtype,
-            seed=seed,
-        )
+        super().__init__(params, defaults, **precision)
 
     def _check_hyper(self, group: dict[str, Any]) -> None:
         check_at_least_zero(
