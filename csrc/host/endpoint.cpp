@@ -17,7 +17,7 @@ namespace {
 
 constexpr uint32_t kMagic = 0x474d4f44;
 constexpr uint32_t kVersion = 1;
-constexpr size_t kMaxEarly = 1024;
+constexpr size_t kMaxEarly = 1024, kMaxSilent = 1024;
 
 struct Hello {
   uint32_t magic;
@@ -202,7 +202,7 @@ class Handshake {
   Status wait_and_read(TimePoint deadline) {
     polled_.clear();
     polled_.push_back({endpoint_.listener_.get(), POLLIN, 0});
-    for (const auto& socket : strangers_) polled_.push_back({socket.get(), POLLIN, 0});
+    for (const auto& socket : endpoint_.silent_) polled_.push_back({socket.get(), POLLIN, 0});
     for (int q = 0; q < size_; ++q) {
       // Once a peer is ready it may be done, and close the connections that it does not keep.
       if (q == rank_ || peers_[q].ready) continue;
@@ -218,13 +218,13 @@ class Handshake {
       os::Fd socket;
       if (Status s = os::accept_local(endpoint_.listener_, &socket); !s.ok()) return s;
       if (!socket) break;
-      strangers_.push_back(std::move(socket));
+      endpoint_.silent_.push_back(std::move(socket));
     }
-    std::vector<os::Fd> silent;
-    for (auto& socket : strangers_) {
-      if (Status s = read_hello(std::move(socket), &silent); !s.ok()) return s;
+    std::vector<os::Fd> strangers;
+    strangers.swap(endpoint_.silent_);
+    for (auto& socket : strangers) {
+      if (Status s = read_hello(std::move(socket)); !s.ok()) return s;
     }
-    strangers_ = std::move(silent);
     for (int q = 0; q < size_; ++q) {
       if (q == rank_ || peers_[q].ready) continue;
       if (Status s = read_ready(q); !s.ok()) return s;
@@ -232,12 +232,12 @@ class Handshake {
     return {};
   }
 
-  Status read_hello(os::Fd socket, std::vector<os::Fd>* silent) {
+  Status read_hello(os::Fd socket) {
     Hello hello{};
     os::Received received;
     if (!os::receive_message(socket, &hello, sizeof(hello), &received).ok()) return {};
     if (received.nbytes < 0) {
-      silent->push_back(std::move(socket));
+      if (endpoint_.silent_.size() < kMaxSilent) endpoint_.silent_.push_back(std::move(socket));
       return {};
     }
     const bool genuine = received.nbytes == sizeof(hello) && hello.magic == kMagic &&
@@ -319,7 +319,6 @@ class Handshake {
   const int rank_, size_;
   std::vector<int> fds_;  // segment, bell, and the process's life if it has a word
   std::vector<Peer> peers_;
-  std::vector<os::Fd> strangers_;  // connected, and silent so far
   std::vector<pollfd> polled_;
   bool said_ready_ = false;
 };

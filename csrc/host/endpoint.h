@@ -67,6 +67,8 @@ class Endpoint {
   Address address_;
   os::Fd listener_;
   std::vector<Early> early_;
+  // Connected, and have not said yet to which membership: it may be one that we are told of later.
+  std::vector<os::Fd> silent_;
 };
 
 }  // namespace gpumode::host

@@ -1,6 +1,8 @@
 #include <algorithm>
 #include <random>
 
+#include "core/os/socket.h"
+#include "host/endpoint.h"
 #include "host_group.h"
 
 namespace gpumode {
@@ -171,6 +173,40 @@ TEST(HostRebuild, AMemberThatDoesNotComeEndsTheTryAtTheDeadline) {
     // Whose deadline is first gives up, which ends the other's try; nobody is dead.
     EXPECT_TRUE(status.code == Code::Timeout || status.code == Code::Aborted) << status.str();
   });
+}
+
+// It may be about to say that it belongs to a membership which we are told of next.
+TEST(HostRebuild, WhoHasConnectedAndNotSpokenIsKeptAcrossMemberships) {
+  HostGroup group(2);
+  host::Address address;
+  ASSERT_TRUE(host::Address::parse(group.handle(0), &address).ok());
+  os::Fd stranger;
+  ASSERT_TRUE(os::connect_local(address.socket, &stranger).ok());
+  char byte = 0;
+  os::Received received;
+  for (int64_t uuid = 2; uuid < 5; ++uuid) {
+    group.rebuild(uuid, {0, 1});
+    ASSERT_TRUE(os::receive_message(stranger, &byte, 1, &received).ok());
+    EXPECT_LT(received.nbytes, 0) << "closed in the rebuild to membership " << uuid;
+  }
+}
+
+TEST(HostRebuild, WhoIsAMembershipAheadWaitsForTheOthers) {
+  HostGroup group(3);
+  Membership pair{0, {group.handle(0), group.handle(1)}};
+  Membership all{0, {group.handle(0), group.handle(1), group.handle(2)}};
+  for (int64_t uuid = 2; uuid < 400 && !HasFailure(); uuid += 2) {
+    pair.uuid = uuid;
+    all.uuid = uuid + 1;
+    group.run([&](int r, Communicator& c) {
+      if (r != 2) {
+        const Status status = c.rebuild(pair, r, seconds(60));
+        EXPECT_TRUE(status.ok()) << status.str();
+      }
+      const Status status = c.rebuild(all, r, seconds(60));
+      EXPECT_TRUE(status.ok()) << status.str();
+    });
+  }
 }
 
 TEST(HostRebuild, RefusesHandlesThatAreNone) {
