@@ -16,6 +16,7 @@
 #include "c10d/exceptions.h"
 #include "c10d/group.h"
 #include "c10d/recovery.h"
+#include "ops/library.h"
 #include "optim/table.h"
 #ifdef GPUMODE_WITH_CUDA
 #include "symm/copy.h"
@@ -204,6 +205,7 @@ void bind_optim(py::module_& m) {
         return same;
       },
       py::arg("a"), py::arg("b"), "Whether two lists hold the same objects.");
+  m.attr("MAX_HYPER") = optim::kMaxHyper;
   m.def(
       "hyper_of_rule", [](const std::string& name) { return optim::rule(name).hyper; },
       py::arg("rule"), "The names of a rule's hyper-parameters, in order.");
@@ -218,6 +220,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_backend(m);
   bind_rebuild(m);
   bind_optim(m);
+  ops::define_all();
 
 #ifndef GPUMODE_C10D_MUTABLE_RANK
   m.def(

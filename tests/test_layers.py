@@ -18,7 +18,8 @@ CPP_LAYERS = {
     "symm": {"core"},
     "optim": {"core"},
     "c10d": {"core"},
-    "module.cpp": {"c10d", "optim", "symm"},
+    "ops": {"core", "optim"},
+    "module.cpp": {"c10d", "ops", "optim", "symm"},
 }
 # file -> what it alone may include beyond that
 CPP_EXCEPTIONS = {"c10d/engine_choice.cpp": {"host"}}
@@ -36,6 +37,7 @@ CPP_FOREIGN = {
     "symm": f"{TORCH}|{NCCL}",
     "optim": f"{CUDA}|{NCCL}",
     "c10d": f"{CUDA}|{NCCL}",
+    "ops": f"{CUDA}|{NCCL}",
     "module.cpp": f"{CUDA}|{NCCL}",
 }
 IN_CU_FILES = f"{TORCH}|{NCCL}"
@@ -48,6 +50,7 @@ PYTHON_LAYERS = {
     "_autoload": {"distributed"},
     "triton_kernels": set(),
     "distributed": {"_extension", "config"},
+    "ops": {"_extension"},
     "optim": {"_extension"},
     "run": {"config"},
     "bench": {"_extension", "config", "distributed"},
@@ -135,6 +138,8 @@ def test_no_import_runs_up():
         ("c10d/backend.cpp", "#include <torch/extension.h>"),
         ("symm/copy.cu", "#include <torch/extension.h>"),
         ("symm/copy.h", '#include "c10d/backend.h"'),
+        ("optim/table.h", '#include "ops/optim.h"'),
+        ("ops/optim.cpp", "#include <ATen/cuda/CUDAContext.h>"),
         ("surprise/new.h", '#include "core/op.h"'),
     ],
 )
@@ -152,6 +157,7 @@ def test_catches_an_include_that_runs_up(tmp_path, name, line):
         ("c10d/backend.cpp", '#include "symm/copy.h"'),
         ("module.cpp", "#include <torch/extension.h>"),
         ("module.cpp", '#include "optim/table.h"'),
+        ("ops/optim.h", '#include "optim/rules.h"'),
         ("optim/adam.cu", "#include <cuda_runtime.h>"),
         ("symm/copy.cu", "#include <cuda_runtime.h>"),
     ],

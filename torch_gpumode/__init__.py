@@ -3,6 +3,7 @@
     torch.distributed.init_process_group(backend="gpumode")  # needs no import of this package
     torch_gpumode.distributed                                # abort, reconfigure, exceptions
     torch_gpumode.optim                                      # fused optimizers
+    torch_gpumode.ops                                        # loads torch.ops.gpumode
 
 Submodules are imported when they are first used. `import torch` itself imports this package, to
 make the backend known (see _autoload.py), so nothing here may import torch.
@@ -13,7 +14,7 @@ from types import ModuleType
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("bench", "config", "distributed", "env", "optim", "triton_kernels")
+_SUBMODULES = ("bench", "config", "distributed", "env", "ops", "optim", "triton_kernels")
 
 __all__ = ["__version__", *_SUBMODULES]
 

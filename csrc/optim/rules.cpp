@@ -4,9 +4,14 @@
 
 namespace gpumode::optim {
 
+const std::vector<const Rule*>& rules() {
+  static const std::vector<const Rule*> all = {&kAdam, &kSgd,  &kAdagrad, &kRmsprop,
+                                               &kLion, &kLamb, &kMuon,    &kNovograd};
+  return all;
+}
+
 const Rule& rule(const std::string& name) {
-  for (const Rule* rule :
-       {&kAdam, &kSgd, &kAdagrad, &kRmsprop, &kLion, &kLamb, &kMuon, &kNovograd}) {
+  for (const Rule* rule : rules()) {
     if (name == rule->name) return *rule;
   }
   TORCH_CHECK_VALUE(false, "rule: there is none named ", name);

@@ -21,6 +21,8 @@ struct Rule {
 // One file each.
 extern const Rule kAdam, kSgd, kAdagrad, kRmsprop, kLion, kLamb, kMuon, kNovograd;
 
+const std::vector<const Rule*>& rules();
+
 // Throws ValueError if there is none of that name.
 const Rule& rule(const std::string& name);
 

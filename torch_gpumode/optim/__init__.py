@@ -9,7 +9,7 @@ what exactly each computes is in torch_gpumode.optim.naive.
 
 `clip_grad_norm_` is torch.nn.utils', and
 `optimizer.step(max_norm=..., scaler=...)` clips and unscales inside the step. `attach` makes steps
-inside backward.
+inside backward. torch.compile traces `step` and `zero_grad`, also with forward and backward.
 """
 
 from torch_gpumode.optim._fused import FusedOptimizer

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
+from torch_gpumode.optim import _traced
+from torch_gpumode.optim._groups import LiveHyper, adopted
 from torch_gpumode.optim._scaling import Scaling, clip_coefficient
 from torch_gpumode.optim._state import ParamState, States, Watch
 from torch_gpumode.optim._table import ParamTable
@@ -91,6 +93,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     Parameters are float32, bfloat16, float16 or float64, of any layout; gradients are any of these,
     and need not be of the parameter's dtype or layout. What is not float64 is computed in float32.
     Hyper-parameters may be changed at any time. `step` reads p.grad, and does not change it.
+    torch.compile can trace `step` and `zero_grad`; README.md says under which conditions. From then
+    on param groups refuse a hyper-parameter that is wrong when it is set.
 
     Raises (`step`, and nothing was changed):
         RuntimeError: a gradient is sparse, complex, or of another shape or device; a state is of
@@ -110,6 +114,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     # What is derived from the state and the groups; None: it must be made anew.
     _table: ParamTable | None = None
     _attached: list[Attached]
+    # What a compiled step reads, and, once there is one, where it reads hyper-parameters.
+    _traced: _traced.Traced
+    _live: LiveHyper | None = None
 
     def __init__(
         self,
@@ -128,6 +135,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             params = list(params)  # type: ignore[assignment]
         groups = [g for g in params if isinstance(g, dict)] if isinstance(params, list) else []
         before = [dict(g) for g in groups]
+        self._traced = _traced.Traced(self)
         try:
             super().__init__(params, defaults)
         except BaseException:
@@ -214,14 +222,21 @@ class FusedOptimizer(torch.optim.Optimizer):
                 param_group.update(before)
             raise
         self._table = None
+        self._renew()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.__dict__.setdefault("_traced", _traced.Traced(self))
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
         self._adopt_state()
         self.__dict__.setdefault("_attached", [])  # of a copy: to nothing
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("state", "param_groups"):
+            self._traced.invalidate()
+        super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         plain = self.state.plain()  # type: ignore[attr-defined]
@@ -229,9 +244,24 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _adopt_state(self) -> None:
         """Watches the state, and forgets what was derived from it."""
-        self._watch = Watch()
+        self._watch = Watch(self._traced)
         self.state = States(self._watch, self.state)  # type: ignore[assignment]
         self._table = None
+
+    def _adopt(self) -> None:
+        """Watches the state and the groups, where somebody has replaced them."""
+        if type(self.state) is not States:
+            self._adopt_state()
+        groups = adopted(self, self.param_groups)
+        if any(own is not group for own, group in zip(groups, self.param_groups, strict=True)):
+            self.param_groups = groups
+
+    def _renew(self) -> None:
+        """Tells a compiled step what there is now."""
+        self._adopt()
+        if self._live is not None:
+            self._live.refresh()
+        self._traced.renew()
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.Optimizer.state_dict; what our namesake in torch.optim can load."""
@@ -281,6 +311,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for hook in hooks:
                 hook.remove()
         self._table = None
+        self._renew()
 
     @torch.no_grad()
     def _complete(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -293,6 +324,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         step = one_number(step, param.device)
         if self._saves_step or self.precision.stochastic_rounding:
             state.add("step", step)
+        else:  # one tensor for all that update it, eagerly or compiled
+            if state.unsaved_step is None or not has_any:
+                state.unsaved_step = step
+            step = state.unsaved_step
         dtype = self.precision.state_dtype_of(param.dtype)
         for name in names:
             if not isinstance(state.get(name), Tensor):
@@ -311,6 +346,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {**state, "step": step}
 
     # ------------------------------------------------------------------------------------ step
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """The norm of all gradients before clipping, in the last step with max_norm or scaler."""
+        if self._traced.grad_norm is None:
+            raise AttributeError("grad_norm: no step was made with max_norm or scaler")
+        return self._traced.grad_norm
 
     @overload
     def step(
@@ -348,6 +390,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         if max_norm is not None and not max_norm >= 0:
             raise ValueError(f"Invalid max_norm: {max_norm}: expected a number of at least 0")
+        if torch.compiler.is_compiling():
+            return _traced.step(self, closure, max_norm, scaler)
+        return self._step(closure, max_norm, scaler)
+
+    # Schedulers would wrap it, in a file that Dynamo does not trace, to know that it was called.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def _step(
+        self, closure: Callable[[], float] | None, max_norm: float | None, scaler: Any
+    ) -> float | None:
+        self._opt_called = True
         scaling = Scaling(self, scaler)
         loss = None
         if closure is not None:
@@ -361,7 +414,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         factor = scaling.factor
         if max_norm is not None or scaling.looks_for_inf:
             norm = table.grad_norm(factor)
-            self.grad_norm = torch.tensor(norm)
+            self._traced.grad_norm = torch.tensor(norm)
             scaling.found(norm)
             factor *= clip_coefficient(norm, max_norm)
         if not scaling.found_inf:
@@ -369,12 +422,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         scaling.finish()
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch.optim.Optimizer's, and can be traced."""
+        if torch.compiler.is_compiling():
+            _traced.zero_grad(self, set_to_none)
+        else:
+            super().zero_grad(set_to_none)
+
     def _current_table(
         self, table: ParamTable | None, only: Collection[Tensor] | None = None
     ) -> ParamTable:
         """Returns `table`, or a new one if it is out of date, with the hyper-parameters of now."""
-        if type(self.state) is not States:
-            self._adopt_state()
+        self._adopt()
         if table is None or not table.is_current():
             table = self._make_table(only)
         table.update_hyper()

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from torch_gpumode.optim._traced import Traced
 
 
 class Watch:
-    """How often a mapping was changed."""
+    """How often a mapping was changed; tells what a compiled step reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, traced: Traced) -> None:
         self.num_changes = 0
+        self._traced = traced
+        traced.invalidate()
+
+    def changed(self) -> None:
+        self.num_changes += 1
+        self._traced.invalidate()
 
 
 class _Watched(dict[Any, Any]):
@@ -20,12 +31,15 @@ class _Watched(dict[Any, Any]):
         super().__init__(*args)
         self._watch = watch
 
+    def _changed(self) -> None:
+        self._watch.changed()
+
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._watch.num_changes += 1
+        self._changed()
         super().__setitem__(key, value)
 
     def __delitem__(self, key: Any) -> None:
-        self._watch.num_changes += 1
+        self._changed()
         super().__delitem__(key)
 
     def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
@@ -33,15 +47,15 @@ class _Watched(dict[Any, Any]):
         return self
 
     def clear(self) -> None:
-        self._watch.num_changes += 1
+        self._changed()
         super().clear()
 
     def pop(self, *args: Any) -> Any:
-        self._watch.num_changes += 1
+        self._changed()
         return super().pop(*args)
 
     def popitem(self) -> tuple[Any, Any]:
-        self._watch.num_changes += 1
+        self._changed()
         return super().popitem()
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
@@ -58,7 +72,16 @@ class _Watched(dict[Any, Any]):
 
 
 class ParamState(_Watched):
-    """What one parameter keeps."""
+    """What one parameter keeps.
+
+    `unsaved_step` is its step, where checkpoints have none; what others change is a new start.
+    """
+
+    unsaved_step: Tensor | None = None
+
+    def _changed(self) -> None:
+        super()._changed()
+        self.unsaved_step = None
 
     def add(self, key: str, value: Any) -> None:
         """Sets an item without telling the watch: the optimizer itself does that."""

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_gpumode import _extension
 from torch_gpumode.optim._dtensor import add_up, local, local_grad
+from torch_gpumode.optim._groups import hyper_values
 
 if TYPE_CHECKING:
     from torch_gpumode.optim._fused import FusedOptimizer
@@ -29,7 +30,6 @@ class ParamTable:
         self._optimizer = optimizer
         self._c = _extension.load()
         self._table = self._c.Table(optimizer._rule)
-        self._names = self._c.hyper_of_rule(optimizer._rule)
         groups = optimizer.param_groups
         self._watch, self._num_changes = optimizer._watch, optimizer._watch.num_changes
         self._params: list[Tensor] = []
@@ -110,11 +110,7 @@ class ParamTable:
             now = tuple([_number(group[key]) for key in keys])
             if now == self._seen[number]:
                 continue
-            self._optimizer._check_group(group)
-            by_name = self._optimizer._hyper(group)
-            values = [float(by_name[name]) for name in self._names]
-            if not all(map(math.isfinite, values)):
-                raise ValueError(f"Invalid hyper-parameters: {by_name}: expected finite numbers")
+            values = hyper_values(self._optimizer, group)
             self._table.set_hyper(number, values, precision.stochastic_rounding, precision.seed)
             self._seen[number] = now
             names = self._optimizer._state_names(group)
@@ -147,7 +143,8 @@ class ParamTable:
             self._forget_grads()
         if self._parts:
             add_up(sums, self._params)
-        return math.sqrt(sums.sum().item())
+        # One after the other, so that what has no gradient does not change the bits.
+        return math.sqrt(sums.cumsum(0)[-1:].sum().item())
 
     def step(self, factor: float) -> None:
         """Updates all parameters that have a gradient, which is multiplied by `factor` first.

@@ -25,7 +25,8 @@ def clip_grad_norm_(
 
     Args:
         parameters: whose gradients are clipped, as if they were one vector. The fused passes are
-            for dense gradients on cpu and for the 2-norm; others are left to torch.
+            for dense gradients on cpu and for the 2-norm; others, and all while torch.compile
+            traces it, are left to torch.
         max_norm: the largest norm that is left as it is.
         norm_type: of the norm.
         error_if_nonfinite: raise instead of clipping by a norm that is infinite or NaN.
@@ -39,7 +40,8 @@ def clip_grad_norm_(
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
-    if not grads or float(norm_type) != 2.0 or not all(map(_is_ours, grads)):
+    is_other = not grads or float(norm_type) != 2.0 or torch.compiler.is_compiling()
+    if is_other or not all(map(_is_ours, grads)):
         return torch.nn.utils.clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )

@@ -1,0 +1,175 @@
+"""The param groups of an optimizer, and their hyper-parameters where kernels read them."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torch_gpumode import _extension
+
+if TYPE_CHECKING:
+    from torch_gpumode.optim._fused import FusedOptimizer
+
+
+class Group(dict[str, Any]):
+    """A param group that tells its optimizer what changes; pickled and copied as a plain dict.
+
+    Raises (on changes, while the optimizer has a LiveHyper, and nothing was changed):
+        ValueError: a hyper-parameter is wrong.
+    """
+
+    def __init__(self, optimizer: FusedOptimizer, items: dict[str, Any]) -> None:
+        super().__init__(items)
+        self._optimizer = weakref.ref(optimizer)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.update({key: value})
+
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
+        self.update(other)
+        return self
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Changes several items, which are checked together."""
+        changes = dict(*args, **kwargs)
+        optimizer = self._optimizer()
+        live = None if optimizer is None else optimizer._live
+        if live is None:
+            super().update(changes)
+        else:
+            live.change(self, changes)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+def adopted(optimizer: FusedOptimizer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the groups as those of `optimizer`, the same objects where they are."""
+
+    def is_own(group: dict[str, Any]) -> bool:
+        return type(group) is Group and group._optimizer() is optimizer
+
+    return [group if is_own(group) else Group(optimizer, group) for group in groups]
+
+
+def hyper_values(optimizer: FusedOptimizer, group: dict[str, Any]) -> list[float]:
+    """Returns the hyper-parameters of a group in the order of the optimizer's rule.
+
+    Raises:
+        ValueError: one makes no sense, or is not finite.
+    """
+    optimizer._check_group(group)
+    by_name = optimizer._hyper(group)
+    values = [float(by_name[name]) for name in _names(optimizer)]
+    if not all(map(math.isfinite, values)):
+        raise ValueError(f"Invalid hyper-parameters: {by_name}: expected finite numbers")
+    return values
+
+
+def tensor_entries(optimizer: FusedOptimizer) -> list[tuple[int, int, Tensor]]:
+    """Returns (row, column, tensor) of the hyper-parameters that are given as tensors."""
+    found = []
+    for row, group in enumerate(optimizer.param_groups):
+        by_name = optimizer._hyper(group)
+        for column, name in enumerate(_names(optimizer)):
+            if isinstance(by_name[name], Tensor):
+                found.append((row, column, by_name[name]))
+    return found
+
+
+def _reads(optimizer: FusedOptimizer, group: dict[str, Any]) -> Any:
+    """Returns what a graph takes from a group besides numbers: states, and tensors, by identity."""
+    tensors = [id(v) if isinstance(v, Tensor) else None for v in optimizer._hyper(group).values()]
+    return optimizer._state_names(group), tensors
+
+
+def _names(optimizer: FusedOptimizer) -> list[str]:
+    names: list[str] = _extension.load().hyper_of_rule(optimizer._rule)
+    return names
+
+
+class LiveHyper:
+    """The hyper-parameters of all groups on the devices that read them, for launches to come.
+
+    A kernel that was compiled into a graph, or captured, reads them when it runs; so they are
+    written as soon as a group changes, in the order of the current stream. Those that are given as
+    tensors (`tensor_entries`) may change without a sign: who launches must read them itself, or
+    call `refresh` before.
+    """
+
+    def __init__(self, optimizer: FusedOptimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._tensors: dict[torch.device, Tensor] = {}
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """Returns [num_groups, MAX_HYPER], float64, on `device`: a row as the rule has them.
+
+        It is the same tensor as long as the number of groups is.
+
+        Raises:
+            ValueError: a hyper-parameter is wrong.
+        """
+        if device not in self._tensors:
+            rows = self._rows()
+            self._tensors[device] = torch.empty(rows.shape, dtype=rows.dtype, device=device)
+            self._write(self._tensors[device], rows)
+        return self._tensors[device]
+
+    def refresh(self) -> None:
+        """Writes what the groups say now.
+
+        Raises:
+            ValueError: a hyper-parameter is wrong, and nothing was written.
+        """
+        rows = self._rows()
+        for device, tensor in self._tensors.items():
+            if tensor.shape != rows.shape:
+                self._tensors[device] = torch.empty(rows.shape, dtype=rows.dtype, device=device)
+            self._write(self._tensors[device], rows)
+
+    def change(self, group: Group, changes: dict[str, Any]) -> None:
+        """Changes items of a group, and what the devices have of it.
+
+        Raises:
+            ValueError: a hyper-parameter is wrong, and nothing was changed.
+        """
+        optimizer = self._optimizer()
+        if optimizer is None or not changes.keys() & {*optimizer._keys, "params"}:
+            return dict.update(group, changes)
+        row = next((i for i, g in enumerate(optimizer.param_groups) if g is group), None)
+        if row is None:  # it was replaced
+            return dict.update(group, changes)
+        after = {**group, **changes}
+        values = self._row(optimizer, after)
+        is_other = "params" in changes or _reads(optimizer, after) != _reads(optimizer, group)
+        dict.update(group, changes)
+        for tensor in self._tensors.values():
+            self._write(tensor[row], values)
+        if is_other:
+            optimizer._traced.renew()
+        return None
+
+    def _row(self, optimizer: FusedOptimizer, group: dict[str, Any]) -> Tensor:
+        values = hyper_values(optimizer, group)
+        padding = _extension.load().MAX_HYPER - len(values)
+        return torch.tensor([*values, *[0.0] * padding], dtype=torch.float64, device="cpu")
+
+    def _rows(self) -> Tensor:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return torch.stack([self._row(optimizer, group) for group in optimizer.param_groups])
+
+    def _write(self, to: Tensor, values: Tensor) -> None:
+        # From pinned memory, so that the host need not wait: the allocator keeps it until then.
+        values = values.pin_memory() if to.is_cuda else values
+        with torch.no_grad():
+            to.copy_(values, non_blocking=True)
