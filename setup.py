@@ -92,7 +92,7 @@ def extension() -> Extension:
         sorted(str(path.relative_to(ROOT)) for path in sources),
         include_dirs=[str(ROOT / "csrc")],
         # Without ninja, all that tells distutils that a header has changed.
-        depends=[str(path) for path in sorted(ROOT.glob("csrc/**/*.h"))],
+        depends=[str(path) for path in sorted(ROOT.glob("csrc/**/*.*h"))],
     )
     # Every operation rounds by itself, on CPU and CUDA alike; square roots become vectors.
     common = ["-Wall", "-Wextra", "-Wno-psabi", "-fvisibility=hidden", "-ffp-contract=off"]
@@ -107,7 +107,7 @@ def extension() -> Extension:
         ext.define_macros.append(("GPUMODE_WITH_CUDA", "1"))
         ext.include_dirs += [str(CUDA_HOME / "include"), *wheel_includes()]
         ext.library_dirs.append(str(CUDA_HOME / "lib64"))
-        ext.libraries.append("cudart")
+        ext.libraries += ["cudart", "c10_cuda"]
     return ext
 
 

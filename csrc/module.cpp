@@ -135,15 +135,30 @@ void bind_rebuild(py::module_& m) {
 }
 
 void bind_optim(py::module_& m) {
+  using optim::GradSums;
   using optim::Master;
+  using optim::Scale;
   using optim::Table;
   using MaybeTensor = std::optional<at::Tensor>;
   py::enum_<Master>(m, "Master", "Where the exact value of a parameter is kept.")
       .value("NONE", Master::None)
       .value("F32", Master::F32)
       .value("REMAINDER16", Master::Remainder16);
+  py::class_<Scale>(m, "Scale", "What gradients are multiplied by; see optim/table.h.")
+      .def(py::init([](const MaybeTensor& grad_scale, const MaybeTensor& found_inf,
+                       const MaybeTensor& grad_sum, const std::optional<double>& max_norm) {
+             constexpr double kNone = std::numeric_limits<double>::infinity();
+             return Scale{grad_scale.value_or(at::Tensor()), found_inf.value_or(at::Tensor()),
+                          grad_sum.value_or(at::Tensor()), max_norm.value_or(kNone)};
+           }),
+           py::kw_only(), py::arg("grad_scale") = py::none(), py::arg("found_inf") = py::none(),
+           py::arg("grad_sum") = py::none(), py::arg("max_norm") = py::none());
+  py::class_<GradSums>(m, "GradSums", "Squared norms of gradients; see optim/table.h.")
+      .def_readonly("each", &GradSums::each)
+      .def_readonly("total", &GradSums::total)
+      .def_readonly("is_bad", &GradSums::is_bad);
   py::class_<Table>(m, "Table", "The parameters of one optimizer; see optim/table.h.")
-      .def(py::init<const std::string&>(), py::arg("rule"))
+      .def(py::init(&Table::make), py::arg("rule"), py::arg("device"))
       .def(
           "add",
           [](Table& self, const at::Tensor& param, const MaybeTensor& owner, int64_t group,
@@ -153,11 +168,14 @@ void bind_optim(py::module_& m) {
           py::arg("param"), py::arg("owner"), py::arg("group"), py::arg("number"))
       .def(
           "set_state",
-          [](Table& self, int64_t index, const at::Tensor& step,
+          [](Table& self, int64_t index, const MaybeTensor& step,
              const std::vector<MaybeTensor>& states, const MaybeTensor& master, Master kind,
              const MaybeTensor& scalar) {
-            optim::ParamState state{
-                step, {}, master.value_or(at::Tensor()), kind, scalar.value_or(at::Tensor())};
+            optim::ParamState state{step.value_or(at::Tensor()),
+                                    {},
+                                    master.value_or(at::Tensor()),
+                                    kind,
+                                    scalar.value_or(at::Tensor())};
             for (const auto& s : states) state.states.push_back(s.value_or(at::Tensor()));
             self.set_state(index, std::move(state));
           },
@@ -175,25 +193,25 @@ void bind_optim(py::module_& m) {
             self.set_grad(index, grad.value_or(at::Tensor()));
           },
           py::arg("index"), py::arg("grad"))
-      .def("set_hyper", &Table::set_hyper, py::arg("group"), py::arg("values"),
-           py::arg("stochastic"), py::arg("seed"))
+      .def("set_hyper", &Table::set_hyper, py::arg("group"), py::arg("values"))
+      .def("set_hyper_tensor", &Table::set_hyper_tensor, py::arg("hyper"))
+      .def("set_rounding", &Table::set_rounding, py::arg("stochastic"), py::arg("seed"))
       .def("without_state", &Table::without_state, NoGil())
-      .def("grad_sums", &Table::grad_sums, py::arg("factor"), NoGil())
+      .def("grad_sums", &Table::grad_sums, py::arg("scale"), NoGil())
       .def(
           "start",
-          [](Table& self, double factor) -> MaybeTensor {
-            const at::Tensor sums = self.start({factor});
+          [](Table& self, const Scale& scale) -> MaybeTensor {
+            const at::Tensor sums = self.start(scale);
             return sums.defined() ? MaybeTensor(sums) : std::nullopt;
           },
-          py::arg("factor"), NoGil())
+          py::arg("scale"), NoGil())
       .def(
           "finish",
-          [](Table& self, double factor, const MaybeTensor& sums) {
-            self.finish({factor}, sums.value_or(at::Tensor()));
+          [](Table& self, const Scale& scale, const MaybeTensor& sums) {
+            self.finish(scale, sums.value_or(at::Tensor()));
           },
-          py::arg("factor"), py::arg("sums"), NoGil());
-  m.def("grad_norm", &optim::grad_norm, py::arg("grads"), NoGil());
-  m.def("scale_", &optim::scale_, py::arg("grads"), py::arg("factor"), NoGil());
+          py::arg("scale"), py::arg("sums"), NoGil())
+      .def("was_recorded", &Table::was_recorded);
   m.def(
       "same_objects",
       [](const py::list& a, const py::list& b) {
@@ -206,6 +224,16 @@ void bind_optim(py::module_& m) {
       },
       py::arg("a"), py::arg("b"), "Whether two lists hold the same objects.");
   m.attr("MAX_HYPER") = optim::kMaxHyper;
+#ifdef GPUMODE_WITH_CUDA
+  m.def(
+      "copy_outside_capture",
+      [](const at::Tensor& device, const at::Tensor& host) {
+        throw_if_failed(optim::copy_outside_capture(
+            device.mutable_data_ptr(), host.const_data_ptr(), static_cast<int64_t>(host.nbytes())));
+      },
+      py::arg("device"), py::arg("host"), NoGil(),
+      "Copies a contiguous tensor to the device, beside the capture of a CUDA graph.");
+#endif
   m.def(
       "hyper_of_rule", [](const std::string& name) { return optim::rule(name).hyper; },
       py::arg("rule"), "The names of a rule's hyper-parameters, in order.");

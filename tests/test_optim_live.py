@@ -198,6 +198,7 @@ def test_live_hyper():
     optimizer = Pair("AdamW").compiled
     optimizer.param_groups[1]["lr"] = lr
     live = optimizer._live = LiveHyper(optimizer)
+    live.is_in_graph = True
     tensor = live.tensor(torch.device("cpu"))
     assert live.tensor(torch.device("cpu")) is tensor
     assert (tensor.dtype, tensor.shape) == (F64, (2, 10))

@@ -57,25 +57,25 @@ auto with_args(const Rule& rule, Run run) {
 }
 
 // Those of sparse tensors are here so that it is us who say that there is nothing for them.
-constexpr c10::DispatchKey kOnCpu[] = {c10::DispatchKey::CPU, c10::DispatchKey::SparseCPU,
-                                       c10::DispatchKey::SparseCsrCPU};
+constexpr c10::DispatchKey kDevices[] = {
+    c10::DispatchKey::CPU,  c10::DispatchKey::SparseCPU,  c10::DispatchKey::SparseCsrCPU,
+    c10::DispatchKey::CUDA, c10::DispatchKey::SparseCUDA, c10::DispatchKey::SparseCsrCUDA};
 
 void define_step(torch::Library* m, const Rule& rule) {
   const std::string name = std::string(rule.name) + "_";
   m->def((name + kOptimArgs).c_str());
-  for (const auto key : kOnCpu) m->impl(name.c_str(), torch::dispatch(key, with_args(rule, step)));
+  for (const auto key : kDevices) {
+    m->impl(name.c_str(), torch::dispatch(key, with_args(rule, step)));
+  }
   m->impl(name.c_str(), torch::dispatch(c10::DispatchKey::Meta, with_args(rule, check_lists)));
 }
 
 void define_grad_sum(torch::Library* m) {
-  const auto on_cpu = [](at::TensorList grads, const MaybeTensor& grad_scale) {
-    return at::scalar_tensor(grad_sum(grads, grad_scale), at::kDouble);
-  };
   const auto on_meta = [](at::TensorList /*grads*/, const MaybeTensor& /*grad_scale*/) {
     return at::empty({}, at::TensorOptions(at::kMeta).dtype(at::kDouble));
   };
   m->def(kGradSum);
-  for (const auto key : kOnCpu) m->impl("grad_sum", torch::dispatch(key, on_cpu));
+  for (const auto key : kDevices) m->impl("grad_sum", torch::dispatch(key, grad_sum));
   m->impl("grad_sum", torch::dispatch(c10::DispatchKey::Meta, on_meta));
 }
 

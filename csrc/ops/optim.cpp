@@ -1,12 +1,10 @@
 #include "ops/optim.h"
 
-#include <cmath>
-#include <deque>
+#include <ATen/ops/scalar_tensor.h>
+
+#include <memory>
 #include <utility>
 
-#include "optim/grads.h"
-#include "optim/operands.h"
-#include "optim/passes.h"
 #include "optim/table.h"
 
 namespace gpumode::ops {
@@ -33,34 +31,38 @@ Master kind_of(const OptimArgs& args) {
   return Master::Remainder16;
 }
 
-void check_number(const at::Tensor& tensor, const char* what, at::ScalarType dtype) {
-  TORCH_CHECK_VALUE(tensor.numel() == 1 && tensor.scalar_type() == dtype && tensor.is_cpu(), what,
-                    ": expected one number of ", dtype, " on cpu, got ", tensor.numel(), " of ",
-                    tensor.scalar_type(), " on ", tensor.device());
+void check_number(const at::Tensor& tensor, const char* what, at::Device device) {
+  TORCH_CHECK_VALUE(
+      tensor.numel() == 1 && tensor.scalar_type() == at::kFloat && tensor.device() == device, what,
+      ": expected one number of ", at::kFloat, " on ", device, ", got ", tensor.numel(), " of ",
+      tensor.scalar_type(), " on ", tensor.device());
 }
 
-double number(const std::optional<at::Tensor>& tensor, const char* what, double otherwise) {
-  if (!tensor) return otherwise;
+at::Tensor number(const std::optional<at::Tensor>& tensor, const char* what, at::Device device,
+                  at::ScalarType dtype) {
+  if (!tensor) return {};
   TORCH_CHECK_VALUE(tensor->numel() == 1, what, ": expected one number, got ", tensor->numel());
-  return tensor->item<double>();
+  return tensor->to(device, dtype, /*non_blocking=*/true);
 }
 
-// What gradients are multiplied by. As torch.nn.utils.clip_grad_norm_ where there is a max_norm.
-double grad_factor(const OptimArgs& args) {
-  const double factor = 1.0 / number(args.grad_scale, "grad_scale", 1.0);
-  if (!args.max_norm) return factor;
-  const double norm = std::sqrt(number(args.grad_sum, "grad_sum", 0.0));
-  const double coefficient = *args.max_norm / (norm + 1e-6);
-  return factor * (coefficient > 1.0 ? 1.0 : coefficient);  // a NaN stays one
+optim::Scale scale_of(const OptimArgs& args, at::Device device) {
+  optim::Scale scale;
+  scale.grad_scale = number(args.grad_scale, "grad_scale", device, at::kFloat);
+  scale.found_inf = number(args.found_inf, "found_inf", device, at::kFloat);
+  if (args.max_norm) {
+    scale.grad_sum = number(args.grad_sum, "grad_sum", device, at::kDouble);
+    scale.max_norm = *args.max_norm;
+  }
+  return scale;
 }
 
-void check_hyper(const Rule& rule, const OptimArgs& args) {
+void check_hyper(const Rule& rule, const OptimArgs& args, at::Device device) {
   const at::Tensor& hyper = args.hyper;
   const auto row = static_cast<int64_t>(rule.hyper.size());
-  TORCH_CHECK_VALUE(hyper.scalar_type() == at::kDouble && hyper.is_cpu() && hyper.dim() == 2 &&
-                        hyper.size(1) >= row,
-                    "hyper: expected float64 of shape [num_groups, at least ", row,
-                    "] on cpu, got ", hyper.scalar_type(), " of shape ", hyper.sizes(), " on ",
+  TORCH_CHECK_VALUE(hyper.scalar_type() == at::kDouble && hyper.device() == device &&
+                        hyper.dim() == 2 && hyper.size(1) >= row,
+                    "hyper: expected float64 of shape [num_groups, at least ", row, "] on ", device,
+                    ", got ", hyper.scalar_type(), " of shape ", hyper.sizes(), " on ",
                     hyper.device());
   for (const int64_t group : args.groups) {
     TORCH_CHECK_VALUE(0 <= group && group < hyper.size(0),
@@ -131,18 +133,16 @@ std::vector<Belongings> belongings(const Rule& rule, const OptimArgs& args) {
 
 void step(const Rule& rule, const OptimArgs& args) {
   check_lists(rule, args);
-  check_hyper(rule, args);
-  optim::Table table(rule.name);
-  const at::Tensor hyper = args.hyper.contiguous();
-  for (int64_t group = 0; group < hyper.size(0); ++group) {
-    const auto* row = hyper.const_data_ptr<double>() + group * hyper.size(1);
-    table.set_hyper(group, {row, row + rule.hyper.size()}, args.stochastic,
-                    static_cast<uint64_t>(args.seed));
-  }
+  if (args.params.empty()) return;
+  const at::Device device = args.params[0].device();
+  check_hyper(rule, args, device);
+  const std::unique_ptr<optim::Table> table = optim::Table::make(rule.name, device);
+  table->set_hyper_tensor(args.hyper);
+  table->set_rounding(args.stochastic, static_cast<uint64_t>(args.seed));
   const std::vector<Belongings> owned = belongings(rule, args);
   for (size_t i = 0; i < args.params.size(); ++i) {
-    check_number(args.steps[i], "steps", at::kFloat);
-    if (!args.scalars.empty()) check_number(args.scalars[i], "scalars", at::kFloat);
+    check_number(args.steps[i], "steps", device);
+    if (!args.scalars.empty()) check_number(args.scalars[i], "scalars", device);
     optim::ParamState state;
     state.step = args.steps[i];
     if (!args.scalars.empty()) state.scalar = args.scalars[i];
@@ -152,13 +152,12 @@ void step(const Rule& rule, const OptimArgs& args) {
     state.master_kind = owned[i].master_kind;
     if (owned[i].master >= 0) state.master = args.masters[static_cast<size_t>(owned[i].master)];
     const int64_t n = args.numbers ? (*args.numbers)[i] : static_cast<int64_t>(i);
-    const int64_t index = table.add(args.params[i], {}, args.groups[i], n);
-    table.set_grad(index, args.grads[i]);
-    table.set_state(index, std::move(state));
+    const int64_t index = table->add(args.params[i], {}, args.groups[i], n);
+    table->set_grad(index, args.grads[i]);
+    table->set_state(index, std::move(state));
   }
-  const optim::StepOptions options{grad_factor(args)};
-  if (number(args.found_inf, "found_inf", 0.0) != 0.0) return;
-  table.finish(options, table.start(options));
+  const optim::Scale scale = scale_of(args, device);
+  table->finish(scale, table->start(scale));
   // The table does this for the parameters.
   for (const at::TensorList list : {args.states, args.masters, args.steps, args.scalars}) {
     for (const at::Tensor& changed : list) {
@@ -167,22 +166,14 @@ void step(const Rule& rule, const OptimArgs& args) {
   }
 }
 
-double grad_sum(at::TensorList grads, const std::optional<at::Tensor>& grad_scale) {
-  std::deque<optim::Layout> layouts;
-  std::vector<optim::Job> jobs(grads.size());
-  for (size_t i = 0; i < grads.size(); ++i) {
-    optim::check_grad(grads[i], grads[i]);
-    optim::Job& job = jobs[i];
-    job.numel = grads[i].numel();
-    job.param = job.grad = optim::operand(grads[i]);
-    if (!grads[i].is_contiguous()) optim::lay_out(&job, {{&grads[i], &job.grad}}, &layouts);
-  }
-  optim::Passes passes;
-  passes.run(&jobs, {optim::run_pieces<optim::GradNorm>},
-             {1.0 / number(grad_scale, "grad_scale", 1.0)}, /*keeps_sums=*/true);
-  double total = 0.0;
-  for (const optim::Job& job : jobs) total += job.sums[0];
-  return total;
+at::Tensor grad_sum(at::TensorList grads, const std::optional<at::Tensor>& grad_scale) {
+  if (grads.empty()) return at::scalar_tensor(0.0, at::kDouble);
+  const at::Device device = grads[0].device();
+  const std::unique_ptr<optim::Table> table = optim::Table::make(optim::kGrads.name, device);
+  for (const at::Tensor& grad : grads) table->set_grad(table->add(grad, {}, 0, 0), grad);
+  optim::Scale scale;
+  scale.grad_scale = number(grad_scale, "grad_scale", device, at::kFloat);
+  return table->grad_sums(scale).total;
 }
 
 }  // namespace gpumode::ops

@@ -42,8 +42,8 @@ struct Belongings {
 };
 std::vector<Belongings> belongings(const optim::Rule& rule, const OptimArgs& args);
 
-// The ops themselves, on the CPU.
+// The ops themselves.
 void step(const optim::Rule& rule, const OptimArgs& args);
-double grad_sum(at::TensorList grads, const std::optional<at::Tensor>& grad_scale);
+at::Tensor grad_sum(at::TensorList grads, const std::optional<at::Tensor>& grad_scale);
 
 }  // namespace gpumode::ops

@@ -7,7 +7,7 @@ namespace gpumode::optim {
 const Rule kAdagrad = {"adagrad",
                        {"lr", "lr_decay", "eps", "weight_decay", "maximize"},
                        1,
-                       {run_pieces<AdagradUpdate>},
+                       {pass_of<AdagradUpdate>()},
                        nullptr};
 
 }  // namespace gpumode::optim

@@ -8,7 +8,7 @@ const Rule kAdam = {
     "adam",
     {"lr", "beta1", "beta2", "eps", "weight_decay", "amsgrad", "maximize", "decoupled"},
     3,
-    {run_pieces<AdamUpdate>},
+    {pass_of<AdamUpdate>()},
     nullptr};
 
 }  // namespace gpumode::optim

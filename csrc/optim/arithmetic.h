@@ -8,6 +8,8 @@
 // is one that IEEE 754 rounds correctly, and the build lets neither compiler fuse a product with a
 // sum (setup.py).
 #ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #define GPUMODE_HD __host__ __device__ __forceinline__
 #else
 #define GPUMODE_HD inline __attribute__((always_inline))
@@ -75,6 +77,9 @@ struct BF16 {
   using Raw = uint16_t;
   static GPUMODE_HD float widen(Raw raw) { return float_of(static_cast<uint32_t>(raw) << 16); }
   static GPUMODE_HD Raw narrow(float x) {
+#ifdef __CUDA_ARCH__
+    return __bfloat16_as_ushort(__float2bfloat16_rn(x));
+#endif
     const uint32_t u = bits_of(x);
     const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
     return static_cast<Raw>(is_nan_bits(u) ? (u >> 16) | 0x40u : rounded);
@@ -90,6 +95,9 @@ struct BF16 {
 struct F16 {
   using Raw = uint16_t;
   static GPUMODE_HD float widen(Raw raw) {
+#ifdef __CUDA_ARCH__
+    return __half2float(__ushort_as_half(raw));
+#endif
     const uint32_t h = raw;
     const uint32_t magnitude = h & 0x7fffu;
     const uint32_t normal = (magnitude << 13) + 0x38000000u;  // the exponent's bias: 127 - 15
@@ -100,6 +108,9 @@ struct F16 {
     return float_of(u | (h & 0x8000u) << 16);
   }
   static GPUMODE_HD Raw narrow(float x) {
+#ifdef __CUDA_ARCH__
+    return __half_as_ushort(__float2half_rn(x));
+#endif
     const uint32_t sign = (bits_of(x) >> 16) & 0x8000u;
     const uint32_t u = bits_of(x) & 0x7fffffffu;
     const uint32_t normal = (u + 0xfffu + ((u >> 13) & 1u) - 0x38000000u) >> 13;
@@ -137,15 +148,17 @@ GPUMODE_HD uint32_t mix(uint32_t x) {
   return x;
 }
 
-// What the random bits of one operand of one tensor in one step start from; the same for 2^32
-// elements, of which `index` is one.
-GPUMODE_HD uint32_t random_key(uint64_t seed, uint64_t step, uint32_t tensor, uint32_t operand,
-                               int64_t index) {
+// What the random bits of one operand of one tensor in one step start from.
+GPUMODE_HD uint32_t random_key(uint64_t seed, uint64_t step, uint32_t tensor, uint32_t operand) {
   uint32_t key = mix(static_cast<uint32_t>(seed) ^ 0x9e3779b9u);
   key = mix(key ^ static_cast<uint32_t>(seed >> 32));
   key = mix(key + static_cast<uint32_t>(step));
   key = mix(key + tensor);
-  key = mix(key + operand);
+  return mix(key + operand);
+}
+
+// The same for the 2^32 elements of which `index` is one.
+GPUMODE_HD uint32_t random_key_at(uint32_t key, int64_t index) {
   return mix(key + static_cast<uint32_t>(index >> 32));
 }
 

@@ -244,7 +244,8 @@ GPUMODE_HD void run_chunk(const Job& job, const StepOptions& options, const Upda
   }
   // A chunk begins at a multiple of its length, and so has one key.
   const auto key = [&](uint32_t operand) {
-    return random_key(job.seed, static_cast<uint64_t>(job.step), job.number, operand, begin);
+    const auto step = static_cast<uint64_t>(job.step);
+    return random_key_at(random_key(job.seed, step, job.number, operand), begin);
   };
   if (kAccess & kWritesParam) {
     const uint32_t random = job.stochastic ? key(0) : 0;

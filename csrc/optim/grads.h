@@ -4,6 +4,12 @@
 
 namespace gpumode::optim {
 
+// What torch.nn.utils.clip_grad_norm_ multiplies gradients of this norm by. A NaN stays one.
+GPUMODE_HD double clip_coefficient(double norm, double max_norm) {
+  const double coefficient = max_norm / (norm + 1e-6);
+  return coefficient > 1.0 ? 1.0 : coefficient;
+}
+
 // The squared norm of a gradient.
 template <class T>
 struct GradNorm {

@@ -8,7 +8,7 @@ const Rule kLamb = {"lamb",
                     {"lr", "beta1", "beta2", "eps", "weight_decay", "bias_correction",
                      "grad_averaging", "decoupled", "always_adapts", "maximize"},
                     2,
-                    {run_pieces<LambMoments>, run_pieces<LambApply>},
+                    {pass_of<LambMoments>(), pass_of<LambApply>()},
                     nullptr};
 
 }  // namespace gpumode::optim

@@ -7,7 +7,7 @@ namespace gpumode::optim {
 const Rule kLion = {"lion",
                     {"lr", "beta1", "beta2", "weight_decay", "maximize"},
                     1,
-                    {run_pieces<LionUpdate>},
+                    {pass_of<LionUpdate>()},
                     nullptr};
 
 }  // namespace gpumode::optim

@@ -7,7 +7,7 @@ namespace gpumode::optim {
 const Rule kMuon = {"muon",
                     {"lr", "momentum", "weight_decay", "nesterov"},
                     2,
-                    {run_pieces<MuonDirection>, run_pieces<MuonApply>},
+                    {pass_of<MuonDirection>(), pass_of<MuonApply>()},
                     nullptr};
 
 }  // namespace gpumode::optim

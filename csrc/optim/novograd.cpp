@@ -1,6 +1,5 @@
 #include "optim/novograd.h"
 
-#include "optim/grads.h"
 #include "optim/rules.h"
 
 namespace gpumode::optim {
@@ -9,7 +8,7 @@ const Rule kNovograd = {"novograd",
                         {"lr", "beta1", "beta2", "eps", "weight_decay", "bias_correction",
                          "grad_averaging", "inside_moment", "init_zero", "maximize"},
                         1,
-                        {run_pieces<GradNorm>, run_pieces<NovogradUpdate>},
+                        {kGradNorm, pass_of<NovogradUpdate>()},
                         NovogradUpdate<double>::next_scalar};
 
 }  // namespace gpumode::optim

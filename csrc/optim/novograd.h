@@ -17,7 +17,7 @@ struct NovogradHyper {
 // Its first pass is GradNorm.
 template <class T>
 struct NovogradUpdate {
-  static constexpr unsigned kAccess = kAll | kIsOfItsTensor;
+  static constexpr unsigned kAccess = kAll | kIsOfItsTensor | kWritesScalar;
   static constexpr int kNumStates = 1;
   static constexpr int kNumSums = 0;
 

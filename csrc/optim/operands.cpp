@@ -71,6 +71,14 @@ void check_state(const at::Tensor& param, const at::Tensor& state, const char* w
               " of a parameter shares memory with itself (an expanded tensor)");
 }
 
+void check_number(const at::Tensor& param, const at::Tensor& number) {
+  TORCH_CHECK(number.numel() == 1 && number.scalar_type() == at::kFloat &&
+                  number.device() == param.device(),
+              "step, or another state of one number, of a parameter on ", param.device(), " is ",
+              number.numel(), " of ", number.scalar_type(), " on ", number.device(),
+              "; expected one of float32");
+}
+
 // The outermost dimension is the one whose elements lie farthest apart in the parameter, and
 // neighbours that can be walked as one are merged.
 void lay_out(Job* job, const Operands& operands, std::deque<Layout>* layouts) {

@@ -20,6 +20,8 @@ Operand operand(const at::Tensor& tensor);
 void check_grad(const at::Tensor& param, const at::Tensor& grad);
 void check_state(const at::Tensor& param, const at::Tensor& state, const char* what,
                  at::ScalarType dtype = at::ScalarType::Undefined);
+// That `number` can be a state of one number.
+void check_number(const at::Tensor& param, const at::Tensor& number);
 
 // Sizes and strides of what does not lie as its parameter does.
 struct Layout {

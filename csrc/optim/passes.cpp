@@ -29,10 +29,10 @@ void Passes::run(std::vector<Job>* jobs, const std::vector<Pass>& passes,
   const auto num_pieces = static_cast<int64_t>(pieces_.size());
   const int64_t grain = 2 * kPieceLength * num_pieces / std::max<int64_t>(1, numel);
   for (size_t i = 0; i < passes.size(); ++i) {
-    const Pass pass = passes[i];
+    const Pass& pass = passes[i];
     sums_.assign(pieces_.size() * kMaxSums, 0.0);
     at::parallel_for(0, num_pieces, std::max<int64_t>(1, grain), [&](int64_t begin, int64_t end) {
-      pass(&pieces_[begin], end - begin, options, &sums_[begin * kMaxSums]);
+      pass.on_cpu(&pieces_[begin], end - begin, options, &sums_[begin * kMaxSums]);
     });
     if (i + 1 < passes.size() || keeps_sums) add_up(jobs);
   }

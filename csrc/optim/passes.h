@@ -2,12 +2,9 @@
 
 #include <vector>
 
-#include "optim/cpu_pass.h"
+#include "optim/rules.h"
 
 namespace gpumode::optim {
-
-using Pass = void (*)(const Piece* pieces, int64_t num_pieces, const StepOptions& options,
-                      double* sums);
 
 // Runs passes over tensors on the CPU, with torch's threads. The result does not depend on their
 // number.

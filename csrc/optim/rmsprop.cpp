@@ -7,7 +7,7 @@ namespace gpumode::optim {
 const Rule kRmsprop = {"rmsprop",
                        {"lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize"},
                        3,
-                       {run_pieces<RmspropUpdate>},
+                       {pass_of<RmspropUpdate>()},
                        nullptr};
 
 }  // namespace gpumode::optim

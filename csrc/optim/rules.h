@@ -3,9 +3,25 @@
 #include <string>
 #include <vector>
 
-#include "optim/passes.h"
+#include "optim/cpu_pass.h"
+#include "optim/cuda_pass.h"
 
 namespace gpumode::optim {
+
+// One pass of an update, over tensors on the CPU or on a CUDA device.
+struct Pass {
+  void (*on_cpu)(const Piece* pieces, int64_t num_pieces, const StepOptions& options, double* sums);
+  Status (*on_cuda)(const Launch& launch, void* stream);  // nullptr in a build without CUDA
+};
+
+template <template <class> class Update>
+constexpr Pass pass_of() {
+#ifdef GPUMODE_WITH_CUDA
+  return {run_pieces<Update>, launch<Update>};
+#else
+  return {run_pieces<Update>, nullptr};
+#endif
+}
 
 // One optimizer: what its groups set, what its tensors keep, and the passes of its step.
 struct Rule {
@@ -20,6 +36,10 @@ struct Rule {
 
 // One file each.
 extern const Rule kAdam, kSgd, kAdagrad, kRmsprop, kLion, kLamb, kMuon, kNovograd;
+// Multiplies gradients: its parameters are themselves their gradients, and keep nothing.
+extern const Rule kGrads;
+// Sums the squares of a gradient.
+extern const Pass kGradNorm;
 
 const std::vector<const Rule*>& rules();
 

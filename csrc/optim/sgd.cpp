@@ -7,7 +7,7 @@ namespace gpumode::optim {
 const Rule kSgd = {"sgd",
                    {"lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"},
                    1,
-                   {run_pieces<SgdUpdate>},
+                   {pass_of<SgdUpdate>()},
                    nullptr};
 
 }  // namespace gpumode::optim

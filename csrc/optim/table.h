@@ -3,18 +3,18 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <deque>
+#include <limits>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "optim/operands.h"
-#include "optim/passes.h"
 #include "optim/rules.h"
 
 namespace gpumode::optim {
 
-// What a parameter keeps from step to step.
+// What a parameter keeps from step to step. All is on its device.
 struct ParamState {
   at::Tensor step;                 // float32, one number
   std::vector<at::Tensor> states;  // one per state of the rule; undefined where there is none
@@ -23,12 +23,34 @@ struct ParamState {
   at::Tensor scalar;  // float32, one number
 };
 
-// The parameters of one optimizer, what they keep, and the hyper-parameters of their groups. It
-// reads the gradients itself, so that a step costs Python one call. All that can fail throws
-// RuntimeError before anything is changed.
+// What becomes of gradients first, and whether there is a step at all. Numbers as tensors, on the
+// table's device, so that nobody need wait for them; each may be undefined.
+struct Scale {
+  at::Tensor grad_scale;  // float32: gradients are divided by it
+  at::Tensor found_inf;   // float32: if it is not 0, nothing is changed
+  at::Tensor grad_sum;    // float64: the squared norm of all gradients, after that, ...
+  double max_norm = std::numeric_limits<double>::infinity();  // ... which is clipped to this
+};
+
+// Squared norms of gradients.
+struct GradSums {
+  at::Tensor each;    // [number of parameters], float64; 0 of those that have none
+  at::Tensor total;   // float64, one number
+  at::Tensor is_bad;  // float32, one number: 1 if the total is not finite, else 0
+};
+
+// The parameters of one optimizer on one device, what they keep, and the hyper-parameters of their
+// groups. It reads the gradients itself, so that a step costs Python one call. All that can fail
+// throws RuntimeError before anything is changed.
 class Table {
  public:
-  explicit Table(const std::string& rule_name);
+  // Throws RuntimeError for a device whose kernels are not in this build.
+  static std::unique_ptr<Table> make(const std::string& rule_name, at::Device device);
+
+  explicit Table(const Rule& rule) : rule_(rule) {}
+  virtual ~Table() = default;
+  Table(const Table&) = delete;
+  Table& operator=(const Table&) = delete;
 
   // Adds a parameter of `group`, the optimizer's `number`-th. `param` is the memory that is
   // updated; its gradient is that of `owner`, or what set_grad says if `owner` is undefined.
@@ -39,54 +61,63 @@ class Table {
   void set_one_state(int64_t index, int64_t which, const at::Tensor& state);
   void set_grad(int64_t index, const at::Tensor& grad);
   // `values` as Rule::hyper.
-  void set_hyper(int64_t group, std::vector<double> values, bool stochastic, uint64_t seed);
+  void set_hyper(int64_t group, std::vector<double> values);
+  // The same for all groups, [groups, ...], float64, on the table's device. One that is contiguous
+  // and has kMaxHyper columns is read when a kernel runs, not before.
+  void set_hyper_tensor(const at::Tensor& hyper);
+  // How what is stored as bfloat16 is rounded.
+  void set_rounding(bool stochastic, uint64_t seed);
 
   // Those that have a gradient, and no state yet; if there are any, after a check of everything
   // that `step` will take.
   std::vector<int64_t> without_state() const;
 
-  // [number of parameters], float64: the squared norms of the gradients times `factor`, 0 of those
-  // that have none.
-  at::Tensor grad_sums(double factor);
+  // Of the gradients as Scale::grad_scale leaves them.
+  virtual GradSums grad_sums(const Scale& scale) = 0;
 
   // Updates all parameters that have a gradient, in two halves. Between them the caller may change
   // what was summed over each parameter, [number of parameters, kMaxSums], float64: where others
   // have the rest of a tensor. Undefined if the step needs no sums.
-  at::Tensor start(const StepOptions& options);
-  void finish(const StepOptions& options, const at::Tensor& sums);
+  virtual at::Tensor start(const Scale& scale) = 0;
+  virtual void finish(const Scale& scale, const at::Tensor& sums) = 0;
 
- private:
+  // Whether a CUDA graph has recorded a step: the table must live as long as the graph.
+  virtual bool was_recorded() const { return false; }
+
+ protected:
   struct Param {
     at::Tensor param, owner, grad;
     int64_t group, number;
     std::optional<ParamState> state;
-  };
-  struct Group {
-    std::vector<double> hyper;
-    bool stochastic = false;
-    uint64_t seed = 0;
+    bool is_new = true;  // has changed in a way that the device's side must hear of
   };
 
-  const at::Tensor& grad_of(const Param& param) const;
-  bool is_plain(const Param& param, const at::Tensor& grad) const;
+  // Of the owner without the look at whether it is a leaf, which only warns.
+  const at::Tensor& grad_of(const Param& param) const {
+    return param.owner.defined() ? param.owner.unsafeGetTensorImpl()->grad() : param.grad;
+  }
   void check(const Param& param, const at::Tensor& grad) const;
-  void collect_jobs();
-  void fill(Job* job, const Param& param, const at::Tensor& grad) const;
+  // Whether all that belongs to a parameter is contiguous and of the dtypes that are usual, and so
+  // needs no further look.
+  bool is_plain(const Param& param, const at::Tensor& grad) const;
+  // The tensors of a parameter that has a state, as the operands of `job`.
   Operands operands(Job* job, const Param& param, const at::Tensor& grad) const;
-  at::Tensor sums() const;
 
   const Rule& rule_;
   std::vector<Param> params_;
-  std::vector<Group> groups_;
-  // Of the step that runs; kept for their memory.
-  std::vector<Job> jobs_;
-  std::vector<const Param*> job_params_;
-  std::deque<Layout> layouts_;
-  Passes passes_;
+  size_t num_with_state_ = 0;
+  std::vector<std::vector<double>> hyper_;  // by group
+  at::Tensor hyper_tensor_;                 // or this
+  bool hyper_is_new_ = true;
+  bool stochastic_ = false;
+  uint64_t seed_ = 0;
 };
 
-// The same of gradients alone: their norm as one vector, and multiplying them.
-double grad_norm(const std::vector<at::Tensor>& grads);
-void scale_(const std::vector<at::Tensor>& grads, double factor);
+// Autograd notices that a tensor it has saved was changed.
+void bump_version(const at::Tensor& tensor);
+
+// Those of one device; `make` chooses.
+std::unique_ptr<Table> make_cpu_table(const Rule& rule);
+std::unique_ptr<Table> make_cuda_table(const Rule& rule, at::Device device);
 
 }  // namespace gpumode::optim

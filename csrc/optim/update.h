@@ -22,6 +22,8 @@ enum Access : unsigned {
   kWritesStates = 16,
   // It depends on Job::sums or Job::scalar, and so is of one tensor, not of all in a group.
   kIsOfItsTensor = 32,
+  // It has `static double next_scalar(const Job&)`: what Job::scalar becomes.
+  kWritesScalar = 64,
   // What nearly all do.
   kAll = kReadsParam | kWritesParam | kReadsGrad | kReadsStates | kWritesStates,
 };

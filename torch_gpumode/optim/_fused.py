@@ -12,9 +12,9 @@ from torch import Tensor
 
 from torch_gpumode.optim import _traced
 from torch_gpumode.optim._groups import LiveHyper, adopted
-from torch_gpumode.optim._scaling import Scaling, clip_coefficient
+from torch_gpumode.optim._scaling import Scaling
 from torch_gpumode.optim._state import ParamState, States, Watch
-from torch_gpumode.optim._table import ParamTable
+from torch_gpumode.optim._table import ParamTable, ParamTables
 
 if TYPE_CHECKING:
     from torch_gpumode.optim.attach import Attached
@@ -112,11 +112,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
 
     # What is derived from the state and the groups; None: it must be made anew.
-    _table: ParamTable | None = None
+    _tables: ParamTables | None = None
     _attached: list[Attached]
     # What a compiled step reads, and, once there is one, where it reads hyper-parameters.
     _traced: _traced.Traced
     _live: LiveHyper | None = None
+    _recorded: list[ParamTables]  # by CUDA graphs
 
     def __init__(
         self,
@@ -145,6 +146,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise
         self._adopt_state()
         self._attached = []
+        self._recorded = []
 
     # ------------------------------------------------------------------------- for subclasses
 
@@ -160,9 +162,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Returns what a new state is filled with."""
         return 0.0
 
-    def _make_table(self, only: Collection[Tensor] | None = None) -> ParamTable:
-        """Returns a table of all parameters, or of `only` some."""
-        return ParamTable(self, only)
+    def _make_table(self, device: torch.device, params: Collection[Tensor]) -> ParamTable:
+        """Returns a table of these parameters, all of which are on `device`."""
+        return ParamTable(self, device, params)
 
     def _check_hyper(self, group: dict[str, Any]) -> None:
         """Raises ValueError for hyper-parameters that make no sense."""
@@ -221,7 +223,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 param_group.clear()
                 param_group.update(before)
             raise
-        self._table = None
+        self._tables = None
         self._renew()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -232,6 +234,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 group.setdefault(key, value)
         self._adopt_state()
         self.__dict__.setdefault("_attached", [])  # of a copy: to nothing
+        self.__dict__.setdefault("_recorded", [])
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("state", "param_groups"):
@@ -246,7 +249,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Watches the state, and forgets what was derived from it."""
         self._watch = Watch(self._traced)
         self.state = States(self._watch, self.state)  # type: ignore[assignment]
-        self._table = None
+        self._tables = None
 
     def _adopt(self) -> None:
         """Watches the state and the groups, where somebody has replaced them."""
@@ -255,13 +258,23 @@ class FusedOptimizer(torch.optim.Optimizer):
         groups = adopted(self, self.param_groups)
         if any(own is not group for own, group in zip(groups, self.param_groups, strict=True)):
             self.param_groups = groups
+            if self._live is not None:
+                self._live.forget()
 
     def _renew(self) -> None:
         """Tells a compiled step what there is now."""
         self._adopt()
         if self._live is not None:
-            self._live.refresh()
+            self._live.forget()
+            if self._live.is_in_graph:
+                self._live.refresh()
         self._traced.renew()
+
+    def _live_hyper(self) -> LiveHyper:
+        """Returns the hyper-parameters as kernels on a device read them."""
+        if self._live is None:
+            self._live = LiveHyper(self)
+        return self._live
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.Optimizer.state_dict; what our namesake in torch.optim can load."""
@@ -310,7 +323,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
-        self._table = None
+        self._tables = None
         self._renew()
 
     @torch.no_grad()
@@ -349,10 +362,14 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> Tensor:
-        """The norm of all gradients before clipping, in the last step with max_norm or scaler."""
-        if self._traced.grad_norm is None:
+        """The norm of all gradients in the last step with max_norm or scaler.
+
+        One number, float32, on the device of the first parameter: of the gradients divided by the
+        scaler's scale, and before clipping.
+        """
+        if self._traced.grad_sum is None:
             raise AttributeError("grad_norm: no step was made with max_norm or scaler")
-        return self._traced.grad_norm
+        return self._traced.grad_sum.sqrt().float()
 
     @overload
     def step(
@@ -401,7 +418,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self, closure: Callable[[], float] | None, max_norm: float | None, scaler: Any
     ) -> float | None:
         self._opt_called = True
-        scaling = Scaling(self, scaler)
+        scaling = Scaling(self, scaler, max_norm)
         loss = None
         if closure is not None:
             if scaling.is_by_scaler:
@@ -410,15 +427,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
             with torch.enable_grad():
                 loss = closure()
-        table = self._table = self._current_table(self._table)
-        factor = scaling.factor
-        if max_norm is not None or scaling.looks_for_inf:
-            norm = table.grad_norm(factor)
-            self._traced.grad_norm = torch.tensor(norm)
-            scaling.found(norm)
-            factor *= clip_coefficient(norm, max_norm)
-        if not scaling.found_inf:
-            table.step(factor)
+        tables = self._tables = self._current_tables(self._tables)
+        if scaling.needs_grad_sum:
+            self._traced.grad_sum, is_bad = tables.grad_sum(scaling)
+            scaling.learn(self._traced.grad_sum, is_bad)
+        tables.step(scaling)
         scaling.finish()
         return loss
 
@@ -429,22 +442,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         else:
             super().zero_grad(set_to_none)
 
-    def _current_table(
-        self, table: ParamTable | None, only: Collection[Tensor] | None = None
-    ) -> ParamTable:
-        """Returns `table`, or a new one if it is out of date, with the hyper-parameters of now."""
+    def _current_tables(
+        self, tables: ParamTables | None, only: Collection[Tensor] | None = None
+    ) -> ParamTables:
+        """Returns `tables`, or new ones if they are out of date; hyper-parameters are of now."""
         self._adopt()
-        if table is None or not table.is_current():
-            table = self._make_table(only)
-        table.update_hyper()
-        return table
+        if tables is None or not tables.is_current():
+            if tables is not None and tables.was_recorded():
+                self._recorded.append(tables)
+            tables = ParamTables(self, only)
+        tables.update_hyper()
+        return tables
 
 
 def one_number(value: Any, device: torch.device) -> Tensor:
     """Returns a state of one number as the table needs it, whatever form it was saved in."""
     if isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() == 0:
         return value.to(device)
-    return torch.tensor(float(value), dtype=torch.float32, device=device)
+    return torch.full((), float(value), dtype=torch.float32, device=device)
 
 
 def check_at_least_zero(group: dict[str, Any], **names: str) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Group(dict[str, Any]):
     """A param group that tells its optimizer what changes; pickled and copied as a plain dict.
 
-    Raises (on changes, while the optimizer has a LiveHyper, and nothing was changed):
+    Raises (on changes, once a graph reads what they change, and nothing was changed):
         ValueError: a hyper-parameter is wrong.
     """
 
@@ -100,15 +100,18 @@ def _names(optimizer: FusedOptimizer) -> list[str]:
 class LiveHyper:
     """The hyper-parameters of all groups on the devices that read them, for launches to come.
 
-    A kernel that was compiled into a graph, or captured, reads them when it runs; so they are
-    written as soon as a group changes, in the order of the current stream. Those that are given as
-    tensors (`tensor_entries`) may change without a sign: who launches must read them itself, or
-    call `refresh` before.
+    A kernel that was compiled or captured into a graph reads them when it runs; so, once there is
+    one (`is_in_graph`), they are written as soon as a group changes, in the order of the current
+    stream; before, when somebody asks for them. Those that are given as tensors (`tensor_entries`)
+    may change without a sign: who launches reads them itself (`read_tensors`), or calls `refresh`.
     """
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._tensors: dict[torch.device, Tensor] = {}
+        self._is_current = False
+        self.is_in_graph = False
+        self.num_changes = 0  # of groups
 
     def tensor(self, device: torch.device) -> Tensor:
         """Returns [num_groups, MAX_HYPER], float64, on `device`: a row as the rule has them.
@@ -118,6 +121,8 @@ class LiveHyper:
         Raises:
             ValueError: a hyper-parameter is wrong.
         """
+        if not self._is_current:
+            self.refresh()
         if device not in self._tensors:
             rows = self._rows()
             self._tensors[device] = torch.empty(rows.shape, dtype=rows.dtype, device=device)
@@ -135,6 +140,44 @@ class LiveHyper:
             if tensor.shape != rows.shape:
                 self._tensors[device] = torch.empty(rows.shape, dtype=rows.dtype, device=device)
             self._write(self._tensors[device], rows)
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        self._entries = tensor_entries(optimizer)
+        self._numbers = self._on_cpu()
+        self._is_current = True
+
+    def forget(self) -> None:
+        """Says that groups may have changed."""
+        self._is_current = False
+        self.num_changes += 1
+
+    def read_tensors(self, device: torch.device) -> None:
+        """Reads the entries that are tensors, so that a step on `device`, a CUDA device, has them.
+
+        Raises:
+            RuntimeError: one is on the CPU, and a CUDA graph, which could not see it change, is
+                captured.
+        """
+        there = [(row, column, value) for row, column, value in self._entries if value.is_cuda]
+        if len(there) < len(self._entries):
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "a hyper-parameter is a tensor on the CPU while a CUDA graph is captured, "
+                    "which would not see it change: expected a number, or a tensor on the device"
+                )
+            if self._numbers != self._on_cpu():
+                self.refresh()
+        if there:
+            hyper = self._tensors[device]
+            with torch.no_grad():
+                torch._foreach_copy_(
+                    [hyper[row, column] for row, column, _ in there],
+                    [value.detach().reshape(()) for _, _, value in there],
+                    non_blocking=True,
+                )
+
+    def _on_cpu(self) -> list[float]:
+        return [float(value) for _, _, value in self._entries if not value.is_cuda]
 
     def change(self, group: Group, changes: dict[str, Any]) -> None:
         """Changes items of a group, and what the devices have of it.
@@ -145,6 +188,9 @@ class LiveHyper:
         optimizer = self._optimizer()
         if optimizer is None or not changes.keys() & {*optimizer._keys, "params"}:
             return dict.update(group, changes)
+        if not self.is_in_graph:
+            self.forget()
+            return dict.update(group, changes)
         row = next((i for i, g in enumerate(optimizer.param_groups) if g is group), None)
         if row is None:  # it was replaced
             return dict.update(group, changes)
@@ -152,6 +198,9 @@ class LiveHyper:
         values = self._row(optimizer, after)
         is_other = "params" in changes or _reads(optimizer, after) != _reads(optimizer, group)
         dict.update(group, changes)
+        self.num_changes += 1
+        self._entries = tensor_entries(optimizer)
+        self._numbers = self._on_cpu()
         for tensor in self._tensors.values():
             self._write(tensor[row], values)
         if is_other:
@@ -169,6 +218,9 @@ class LiveHyper:
         return torch.stack([self._row(optimizer, group) for group in optimizer.param_groups])
 
     def _write(self, to: Tensor, values: Tensor) -> None:
+        if to.is_cuda and torch.cuda.is_current_stream_capturing():
+            _extension.load().copy_outside_capture(to, values)
+            return
         # From pinned memory, so that the host need not wait: the allocator keeps it until then.
         values = values.pin_memory() if to.is_cuda else values
         with torch.no_grad():

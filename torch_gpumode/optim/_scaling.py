@@ -1,39 +1,36 @@
-"""What a GradScaler and clipping multiply gradients by, inside the step."""
+"""What a GradScaler and clipping multiply gradients by, inside the step, with nobody waiting."""
 
 from __future__ import annotations
 
-import math
+import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-
-def clip_coefficient(norm: float, max_norm: float | None) -> float:
-    """Returns what torch.nn.utils.clip_grad_norm_ multiplies gradients of this norm by."""
-    if max_norm is None:
-        return 1.0
-    coefficient = max_norm / (norm + 1e-6)
-    return 1.0 if coefficient > 1.0 else coefficient  # a NaN stays one
+from torch_gpumode import _extension
 
 
 class Scaling:
-    """What gradients are to be multiplied by, and whether one of them is known to be infinite.
+    """What gradients are divided by, whether one of them is infinite, and what they are clipped to.
 
     It comes from the attributes `grad_scale` and `found_inf`, which GradScaler.step sets on an
     optimizer, or from the GradScaler that the user gave to `step` instead of calling that.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
-        self.factor = 1.0
-        self.found_inf = False
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, scaler: Any = None, max_norm: float | None = None
+    ) -> None:
         self._record: dict[str, Any] | None = None  # of this optimizer, in the scaler
-        self.looks_for_inf = False
+        self._looks_for_inf = False
+        self._max_norm = max_norm
+        self._grad_sum: Tensor | None = None
+        self._grad_scale: Any = None
+        self._found_inf: Any = None
         if scaler is None:
-            scale = getattr(optimizer, "grad_scale", None)
-            found_inf = getattr(optimizer, "found_inf", None)
-            self.factor = 1.0 if scale is None else 1.0 / float(scale)
-            self.found_inf = found_inf is not None and bool(found_inf)
+            self._grad_scale = getattr(optimizer, "grad_scale", None)
+            self._found_inf = getattr(optimizer, "found_inf", None)
         elif scaler.is_enabled():
             scaler._check_scale_growth_tracker("step")
             record = scaler._per_optimizer_states[id(optimizer)]
@@ -41,25 +38,60 @@ class Scaling:
                 raise RuntimeError("step() has already been called since the last update().")
             self._record = record
             if record["stage"] is OptState.UNSCALED:
-                self.found_inf = any(map(bool, record["found_inf_per_device"].values()))
+                self._found_inf = _any(record["found_inf_per_device"].values())
             else:
-                self.looks_for_inf = True
-                self.factor = 1.0 / float(scaler._scale)
+                self._looks_for_inf = True
+                self._grad_scale = scaler._scale
 
     @property
     def is_by_scaler(self) -> bool:
         return self._record is not None
 
-    def found(self, norm: float) -> None:
-        """Learns from the norm of the gradients whether all of them are finite."""
-        if self.looks_for_inf:
-            self.found_inf = not math.isfinite(norm)
+    @property
+    def needs_grad_sum(self) -> bool:
+        return self._max_norm is not None or self._looks_for_inf
+
+    @property
+    def found_inf(self) -> bool:
+        """Whether a gradient is known to be infinite or NaN; waits for the device."""
+        return self._found_inf is not None and bool(self._found_inf)
+
+    def learn(self, grad_sum: Tensor, is_bad: Tensor) -> None:
+        """Takes the squared norm of all gradients, and whether it is not finite, as 1 or 0."""
+        self._grad_sum = grad_sum
+        if self._looks_for_inf:
+            self._found_inf = is_bad
+
+    def on(self, device: torch.device) -> Any:
+        """Returns it as a table on this device needs it."""
+        return _extension.load().Scale(
+            grad_scale=_number_on(device, self._grad_scale),
+            found_inf=_number_on(device, self._found_inf),
+            grad_sum=None
+            if self._grad_sum is None or self._max_norm is None
+            else self._grad_sum.to(device, non_blocking=True),
+            max_norm=self._max_norm,
+        )
 
     def finish(self) -> None:
         """Tells the scaler that the step was made."""
         if self._record is None:
             return
-        if self.looks_for_inf:
-            found_inf = torch.tensor(float(self.found_inf))
+        if self._looks_for_inf:
+            found_inf = _any([self._found_inf])
             self._record["found_inf_per_device"] = {found_inf.device: found_inf}
         self._record["stage"] = OptState.STEPPED
+
+
+def _number_on(device: torch.device, value: Any) -> Tensor | None:
+    if value is None:
+        return None
+    return torch.as_tensor(value).to(device, torch.float32, non_blocking=True)
+
+
+def _any(found: Any) -> Tensor:
+    """Returns whether one of these numbers is not 0, on the device of the first."""
+    first, *others = map(torch.as_tensor, found)
+    return functools.reduce(
+        torch.maximum, [each.to(first.device, non_blocking=True) for each in others], first
+    )

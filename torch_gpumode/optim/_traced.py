@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torch_gpumode import _extension
-from torch_gpumode.optim._groups import LiveHyper, tensor_entries
+from torch_gpumode.optim._groups import tensor_entries
 
 if TYPE_CHECKING:
     from torch_gpumode.optim._fused import FusedOptimizer
@@ -53,7 +53,7 @@ class Traced:
         self.scalars: list[list[Tensor]] = []
         self.hyper: Tensor | None = None
         # What a step leaves behind: here, because Dynamo drops what is set on an optimizer.
-        self.grad_norm: Tensor | None = None
+        self.grad_sum: Tensor | None = None
         self.tensor_hyper: list[Tensor] = []
         self._present: list[int] = []
         self._groups: list[int] = []
@@ -134,10 +134,10 @@ class Traced:
                 torch._dynamo.mark_static_address(param, guard=True)
                 if optimizer.state.get(param):
                     self._take(optimizer, index, param)
-            if optimizer._live is None:
-                optimizer._live = LiveHyper(optimizer)
-            optimizer._live.refresh()
-            self.hyper = optimizer._live.tensor(flat[0].device if flat else torch.device("cpu"))
+            live = optimizer._live_hyper()
+            live.refresh()
+            live.is_in_graph = True
+            self.hyper = live.tensor(flat[0].device if flat else torch.device("cpu"))
             self.tensor_hyper = [tensor for _, _, tensor in tensor_entries(optimizer)]
         self.made_for = self._structure(optimizer)
         self.is_current = True
@@ -251,7 +251,7 @@ def _update(
     if max_norm is not None:
         sum_of = torch.ops.gpumode.grad_sum
         total = sum_of(grads, scale) if params else torch.zeros((), dtype=torch.float64)
-        inputs.grad_norm = total.sqrt().float()
+        inputs.grad_sum = total
     if not params:
         return
     _complete(inputs.token, indices)

@@ -11,7 +11,8 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_gpumode.optim._fused import FusedOptimizer
-from torch_gpumode.optim._table import ParamTable
+from torch_gpumode.optim._scaling import Scaling
+from torch_gpumode.optim._table import ParamTables
 
 DEFAULT_BUCKET_NBYTES = 32 << 20
 
@@ -67,7 +68,7 @@ def attach(
 class _Bucket:
     def __init__(self, params: list[Tensor]) -> None:
         self.params = params
-        self.table: ParamTable | None = None
+        self.tables: ParamTables | None = None
         self.ready: set[Tensor] = set()
 
 
@@ -128,8 +129,8 @@ class Attached:
 
     def _step(self, bucket: _Bucket) -> None:
         bucket.ready.clear()
-        bucket.table = self._optimizer._current_table(bucket.table, bucket.params)
-        bucket.table.step(1.0)
+        bucket.tables = self._optimizer._current_tables(bucket.tables, bucket.params)
+        bucket.tables.step(Scaling(self._optimizer))
         for param in bucket.params:
             param.grad = None
 

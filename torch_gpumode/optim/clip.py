@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_gpumode import _extension
 from torch_gpumode.optim._fused import DTYPES
-from torch_gpumode.optim._scaling import clip_coefficient
 
 
 def clip_grad_norm_(
@@ -25,8 +25,8 @@ def clip_grad_norm_(
 
     Args:
         parameters: whose gradients are clipped, as if they were one vector. The fused passes are
-            for dense gradients on cpu and for the 2-norm; others, and all while torch.compile
-            traces it, are left to torch.
+            for dense gradients on cpu and cuda, and for the 2-norm; others, and all while
+            torch.compile traces it, are left to torch.
         max_norm: the largest norm that is left as it is.
         norm_type: of the norm.
         error_if_nonfinite: raise instead of clipping by a norm that is infinite or NaN.
@@ -45,21 +45,41 @@ def clip_grad_norm_(
         return torch.nn.utils.clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
+    tables = _tables_of(grads)
+    c = _extension.load()
+    sums = [table.grad_sums(c.Scale()).total for table in tables.values()]
+    first = grads[0].device
+    grad_sum = torch.stack([each.to(first) for each in sums]).sum() if len(sums) > 1 else sums[0]
     is_double = any(grad.dtype == torch.float64 for grad in grads)
-    norm = _extension.load().grad_norm(grads)
-    total = torch.tensor(norm, dtype=torch.float64 if is_double else torch.float32)
-    if error_if_nonfinite and not total.isfinite():
+    norm = grad_sum.sqrt().to(torch.float64 if is_double else torch.float32)
+    if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
             f"so it cannot be clipped. To disable this error and scale the gradients by the "
             f"non-finite norm anyway, set `error_if_nonfinite=False`"
         )
-    coefficient = clip_coefficient(norm, max_norm)
-    if coefficient != 1.0:
-        _extension.load().scale_(grads, coefficient)
-    return total
+    for device, table in tables.items():
+        if device.type == "cpu" and grad_sum.sqrt() + 1e-6 <= max_norm:
+            continue
+        scale = c.Scale(grad_sum=grad_sum.to(device), max_norm=max_norm)
+        table.finish(scale, table.start(scale))
+    return norm
+
+
+def _tables_of(grads: list[Tensor]) -> dict[torch.device, Any]:
+    """Returns tables, by device, in which each gradient is its own parameter."""
+    tables: dict[torch.device, Any] = {}
+    c = _extension.load()
+    for grad in grads:
+        if grad.device not in tables:
+            tables[grad.device] = c.Table("grads", grad.device)
+        table = tables[grad.device]
+        index = table.add(grad, None, 0, 0)
+        table.set_grad(index, grad)
+        table.set_state(index, step=None, states=[], master=None, kind=c.Master.NONE, scalar=None)
+    return tables
 
 
 def _is_ours(grad: Tensor) -> bool:
     is_plain = type(grad) is Tensor and grad.layout == torch.strided
-    return is_plain and grad.device.type == "cpu" and grad.dtype in DTYPES
+    return is_plain and grad.device.type in ("cpu", "cuda") and grad.dtype in DTYPES

@@ -67,8 +67,8 @@ class FusedMuon(FusedOptimizer):
         }
         super().__init__(params, defaults, **precision)
 
-    def _make_table(self, only: Collection[Tensor] | None = None) -> ParamTable:
-        return _MuonTable(self, only)
+    def _make_table(self, device: torch.device, params: Collection[Tensor]) -> ParamTable:
+        return _MuonTable(self, device, params)
 
     def _check_hyper(self, group: dict[str, Any]) -> None:
         check_at_least_zero(
@@ -115,7 +115,7 @@ class _MuonTable(ParamTable):
             factor = math.sqrt(max(1.0, rows / max(columns, 1)))
         return one_number(factor, state["step"].device)
 
-    def _start(self, factor: float) -> Tensor | None:
+    def _start(self, scale: Any) -> Tensor | None:
         """The first pass, and Newton and Schulz's iteration."""
         alike = defaultdict(list)
         parts = []
@@ -135,16 +135,16 @@ class _MuonTable(ParamTable):
         directions = [torch.empty_like(self._parts[i], dtype=torch.bfloat16) for i in parts]
         for index, direction in zip(parts, directions, strict=True):
             self._table.set_one_state(index, 0, direction)
-        sums = super()._start(factor)
+        sums = super()._start(scale)
         for batch, iteration in batches:
             batch.copy_(newton_schulz(batch, *iteration))
         for index, direction in zip(parts, directions, strict=True):
             self._orthogonalize_part(index, direction)
         return sums
 
-    def _finish(self, factor: float, sums: Tensor | None) -> None:
+    def _finish(self, scale: Any, sums: Tensor | None) -> None:
         try:
-            super()._finish(factor, sums)
+            super()._finish(scale, sums)
         finally:
             for index in range(len(self._params)):
                 self._table.set_one_state(index, 0, None)

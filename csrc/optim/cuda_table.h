@@ -1,0 +1,106 @@
+#pragma once
+
+#include <vector>
+
+#include "optim/table.h"
+
+namespace gpumode::optim {
+
+// Bytes on the device that follow bytes on the host. What a CUDA graph has recorded is not changed
+// any more: the next bytes get memory of their own.
+class DeviceCopy {
+ public:
+  void upload(const void* data, int64_t nbytes, at::Device device);
+  // For a kernel that is launched now.
+  void* address();
+  bool was_recorded() const { return is_recorded_ || !recorded_.empty(); }
+
+ private:
+  at::Tensor tensor_;
+  bool is_recorded_ = false;
+  std::vector<at::Tensor> recorded_;
+};
+
+// The parameters of one kernel.
+struct Batch {
+  // What a row was made from.
+  struct Seen {
+    std::vector<int64_t> param_strides, grad_strides;
+    std::vector<int64_t> layout;  // as Row::layout
+  };
+
+  std::vector<Row> rows;
+  std::vector<void*> grads;
+  std::vector<Seen> seen;
+  bool rows_are_new = true, grads_are_new = true;
+
+  DeviceCopy device_rows, device_grads, layouts, row_of_tiles;
+  uint32_t num_tiles = 0;
+  int64_t tile_length = 0;
+  at::Tensor tickets;
+
+  void clear();
+  void add(uint32_t index, const at::Tensor& param);
+  // Once all rows are there.
+  void cut(at::Device device, int64_t max_strides);
+  void upload(at::Device device);
+};
+
+class CudaTable final : public Table {
+ public:
+  CudaTable(const Rule& rule, at::Device device) : Table(rule), device_(device) {}
+
+  GradSums grad_sums(const Scale& scale) override;
+  at::Tensor start(const Scale& scale) override;
+  void finish(const Scale& scale, const at::Tensor& sums) override;
+  bool was_recorded() const override;
+
+ private:
+  // Where the sums of a pass go.
+  struct Sums {
+    at::Tensor each, total, is_bad;
+  };
+
+  Batch& batch_of(size_t i);
+  void assemble();
+  void collect(bool with_state);
+  bool collect_once(bool with_state);
+  // Where a parameter's tensors lie, of which each step must see that they are still there. Of
+  // thousands of parameters that is more than caches hold, so it is little, and fetched ahead.
+  struct Look {
+    struct Part {
+      const c10::TensorImpl* tensor;
+      const c10::StorageImpl* storage;
+      const void* memory;  // of the storage
+    };
+    static constexpr int kMaxParts = 2 + kMaxStates;
+
+    const void* grad_slot = nullptr;  // a hint
+    int64_t numel = 0;
+    at::ScalarType grad_dtype = at::ScalarType::Undefined;
+    bool is_plain = false;  // all is contiguous
+    int num_parts = 0;
+    Part parts[kMaxParts];
+  };
+
+  void fetch_ahead(size_t i) const;
+  bool is_as_seen(size_t i, const at::Tensor& grad) const;
+  void look_at(const Param& param, const at::Tensor& grad, const Operands& tensors, Look* look);
+  void renew(size_t i, const at::Tensor& grad);
+  void run(const Pass& pass, const Scale& scale, bool is_last, const Sums& sums);
+  Launch launch_of(Batch& batch, const Scale& scale);
+
+  const at::Device device_;
+  Batch batches_[kNumKinds];
+  struct At {
+    Kind kind;
+    uint32_t row;
+  };
+  // Of each parameter:
+  std::vector<Kind> kinds_;
+  std::vector<At> where_;
+  std::vector<Look> looks_;
+  DeviceCopy device_hyper_;
+};
+
+}  // namespace gpumode::optim

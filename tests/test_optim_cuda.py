@@ -1,0 +1,515 @@
+"""Fused optimizers on CUDA: the same bits as on the CPU, which has been compared with the
+specification."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Any
+
+import pytest
+import torch
+from _optim import BF16, F16, F32, F64, FUSED, bits, laid_out, parameter, randn
+from _optim_cases import ROWS, RULES, TENSORS, name_of
+from torch import Tensor
+from torch.nn import Parameter
+
+from torch_gpumode import optim
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+INF = float("inf")
+SUMS = ("LAMB", "NovoGrad")  # which add up over tensors, in an order of their own
+
+
+def on_cuda(values: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns copies that lie alike in the copy of the memory, aligned as they are there."""
+    first = memory.storage_offset()
+    whole = memory.new_empty(0).set_(memory.untyped_storage()).cuda()
+    copy = whole.as_strided(memory.shape, memory.stride(), first)
+    return whole.as_strided(values.shape, values.stride(), values.storage_offset()), copy
+
+
+def assert_same(cuda: Tensor, cpu: Tensor, name: str, what: str) -> None:
+    """Checks that bits are the same; of rules that sum, nearly all, and the rest are close."""
+    cuda = cuda.detach().cpu()
+    if name not in SUMS:
+        assert bits(cuda)[0:2] == bits(cpu)[0:2], what
+        wrong = cuda.contiguous().reshape(-1) != cpu.detach().contiguous().reshape(-1)
+        assert not wrong.any(), f"{what}: {int(wrong.sum())} of {wrong.numel()} elements"
+        return
+    rtol = {F64: 1e-12, F32: 1e-5, F16: 3e-3, BF16: 2e-2}.get(cpu.dtype, 0.0)
+    if cpu.dtype == torch.int16:  # the low halves of floats
+        assert (cuda != cpu).sum() <= max(4, cpu.numel() // 50), what
+        return
+    torch.testing.assert_close(cuda, cpu.detach(), rtol=rtol, atol=1e-6, msg=lambda m: what + m)
+
+
+class Pair:
+    """The same parameters on CPU and CUDA, each with its optimizer."""
+
+    def __init__(self, name: str, param: torch.dtype, tensors: list[Any], **options: Any) -> None:
+        self.name = name
+        seed = zlib.crc32(repr((name, param, len(tensors), options)).encode())
+        self.generator = torch.Generator().manual_seed(seed)
+        self.layouts = [tensor[2] for tensor in tensors]
+        self.cpu: list[Parameter] = []
+        self.cuda: list[Parameter] = []
+        self.memory = []
+        for layout, shape, _ in tensors:
+            values, memory = laid_out(layout, shape, param, self.generator)
+            there, memory_there = on_cuda(values, memory)
+            self.cpu.append(parameter(values))
+            self.cuda.append(parameter(there))
+            self.memory.append((memory, memory_there))
+        half = len(tensors) // 2
+        self.optimizers = tuple(
+            FUSED[name](
+                [{"params": p[:half]}, {"params": p[half:], "lr": 0.07}], lr=0.03, **options
+            )
+            for p in (self.cpu, self.cuda)
+        )
+
+    def make_grads(self, dtype: torch.dtype, number: int) -> None:
+        for i, (layout, cpu, cuda) in enumerate(
+            zip(self.layouts, self.cpu, self.cuda, strict=True)
+        ):
+            cpu.grad = cuda.grad = None
+            if (i + 3 * number) % 5 == 4:
+                continue
+            values, memory = laid_out(layout, cpu.shape, dtype, self.generator)
+            cpu.grad, cuda.grad = values, on_cuda(values, memory)[0]
+
+    def step(self, **arguments: Any) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step(**arguments)
+
+    def check(self) -> None:
+        for i, (cpu, cuda) in enumerate(zip(self.cpu, self.cuda, strict=True)):
+            what = f"parameter {i}, {tuple(cpu.shape)}, strides {cpu.stride()}"
+            assert_same(cuda, cpu, self.name, what)
+            assert_same(self.memory[i][1], self.memory[i][0], self.name, what + ", around it")
+            ours = self.optimizers[0].state.get(cpu, {})
+            theirs = self.optimizers[1].state.get(cuda, {})
+            assert ours.keys() == theirs.keys()
+            for key, value in ours.items():
+                assert theirs[key].device.type == "cuda"
+                assert_same(theirs[key], value, self.name, f"{what}: {key}")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_seven_steps(row: dict[str, Any]):
+    name, options = RULES[row["rule"]]
+    options = {**options, "state_dtype": row["state"], "master": row["master"]}
+    pair = Pair(name, row["param"], TENSORS, **options)
+    for number in range(7):
+        pair.make_grads(row["grad"], number)
+        pair.step()
+        pair.check()
+
+
+LARGE = [
+    ("contiguous", (70001,), "contiguous"),
+    ("contiguous", (65536,), "misaligned"),
+    ("slice", (131, 301), "expanded"),
+    ("transposed", (257, 101), "contiguous"),
+    ("contiguous", (3, 50_000), "contiguous"),
+    ("contiguous", (0,), "contiguous"),
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (F32, {}),
+        (BF16, {"master": "remainder16"}),
+        (BF16, {"stochastic_rounding": True, "state_dtype": BF16, "seed": 2**40 + 3}),
+        (F16, {"master": "fp32"}),
+        (F64, {}),
+    ],
+    ids=["float32", "remainder16", "stochastic", "float16", "float64"],
+)
+@pytest.mark.parametrize("name", FUSED)
+def test_large(name: str, dtype: torch.dtype, options: dict[str, Any]):
+    """Tensors that many blocks update."""
+    pair = Pair(name, dtype, LARGE, weight_decay=0.1, **options)
+    for number in range(3):
+        pair.make_grads(F32, number)
+        pair.step()
+    if name in SUMS and "stochastic_rounding" in options:
+        return  # one bit decides how the next are rounded
+    pair.check()
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_every_small_size(name: str):
+    tensors = [("contiguous", (numel,), "contiguous") for numel in range(1, 131)]
+    pair = Pair(name, F32, tensors)
+    for number in range(2):
+        pair.make_grads(F32, number)
+        pair.step()
+        pair.check()
+
+
+@pytest.mark.parametrize("num_tensors", [1, 3000])
+def test_many_tensors_and_both_precisions(num_tensors: int):
+    """Of float64 and float32 in one optimizer: two kernels."""
+    generator = torch.Generator().manual_seed(num_tensors)
+    cpu = [
+        parameter(randn((17 + i % 40,), (F32, F64)[i % 2], generator)) for i in range(num_tensors)
+    ]
+    cuda = [parameter(p.detach().cuda()) for p in cpu]
+    ours, theirs = (optim.FusedAdamW(p, lr=0.1) for p in (cuda, cpu))
+    for _ in range(2):
+        for a, b in zip(cpu, cuda, strict=True):
+            a.grad = randn(a.shape, a.dtype, generator)
+            b.grad = a.grad.cuda()
+        ours.step(max_norm=1.0)
+        theirs.step(max_norm=1.0)
+    torch.testing.assert_close(ours.grad_norm.cpu(), theirs.grad_norm)
+    for a, b in zip(cpu, cuda, strict=True):
+        torch.testing.assert_close(b.cpu(), a)
+
+
+@pytest.mark.long
+def test_more_elements_than_an_int():
+    """Case O4."""
+    numel, period = 2_359_332_864, 2**12
+    values = torch.randn(period, device="cuda").to(BF16)
+    param = parameter(values.repeat(numel // period))
+    param.grad = torch.randn(period, device="cuda").to(BF16).repeat(numel // period)
+    optimizer = optim.FusedSGD([param], lr=0.1)
+    before = param[:period].detach().clone()
+    optimizer.step()
+    small = parameter(before)
+    small.grad = param.grad[:period].clone()
+    optim.FusedSGD([small], lr=0.1).step()
+    assert all(torch.equal(chunk, small) for chunk in param.detach().split(period)[-2:])
+    assert torch.equal(param.detach().view(-1, period).amax(0), small)
+    assert torch.equal(param.detach().view(-1, period).amin(0), small)
+
+
+# ---------------------------------------------------------------------------------- clip and scale
+
+
+def make(dtype: torch.dtype = F32, seed: int = 0) -> list[Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    made = [parameter(randn(size, dtype, generator).cuda()) for size in ((5, 7), (40_000,), ())]
+    for param in made:
+        param.grad = randn(param.shape, dtype, generator).cuda()
+    return made
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
+@pytest.mark.parametrize("max_norm", [0.5, 1e9, 0.0])
+def test_clip_grad_norm(dtype: torch.dtype, max_norm: float):
+    ours, theirs = make(dtype), make(dtype)
+    norm = optim.clip_grad_norm_(ours, max_norm)
+    expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+    assert norm.device.type == "cuda"
+    tolerance = {"rtol": 1e-2, "atol": 1e-3} if dtype == BF16 else {"rtol": 1e-5, "atol": 1e-8}
+    torch.testing.assert_close(norm.to(expected.dtype), expected, **tolerance)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, **tolerance)
+
+
+def train(device: str, how: str, max_norm: float | None) -> list[Any]:
+    """Returns the parameters, states and scale after steps of which two overflow."""
+    params = [parameter(p.detach().to(device)) for p in make()]
+    optimizer = optim.FusedAdamW(params, lr=0.1)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=3)
+    generator = torch.Generator().manual_seed(7)
+    for number in range(6):
+        for param in params:
+            grad = randn(param.shape, F32, generator).to(device) * scaler.scale(
+                torch.ones((), device=device)
+            )
+            param.grad = grad.detach()
+        if number in (1, 4):
+            params[1].grad[39_999] = INF if number == 1 else math.nan
+        if how == "scaler=":
+            optimizer.step(scaler=scaler, max_norm=max_norm)
+        elif how == "scaler.step":
+            scaler.step(optimizer)
+        else:
+            scaler.unscale_(optimizer)
+            optimizer.step(scaler=scaler, max_norm=max_norm)
+        scaler.update()
+    return [*params, *[v for p in params for v in optimizer.state[p].values()], scaler._scale]
+
+
+@pytest.mark.parametrize("how", ["scaler=", "scaler.step", "unscale_"])
+@pytest.mark.parametrize("max_norm", [None, 3.0])
+def test_scaler(how: str, max_norm: float | None):
+    if how == "scaler.step" and max_norm is not None:
+        pytest.skip("scaler.step takes no max_norm")
+    torch.cuda.set_sync_debug_mode("default")
+    cuda, cpu = train("cuda", how, max_norm), train("cpu", how, max_norm)
+    for a, b in zip(cuda, cpu, strict=True):
+        torch.testing.assert_close(a.cpu(), b)
+    assert cuda[3].item() == 4, "steps that overflow do not count"
+
+
+def test_nothing_waits_for_the_device():
+    """Neither to step, nor to clip, nor with a scaler."""
+    params = make()
+    optimizer = optim.FusedAdamW(params, lr=0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    scaler.scale(torch.ones((), device="cuda"))
+    optimizer.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for param in params:
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+        optimizer.step(max_norm=1.0)
+        optimizer.step(scaler=scaler, max_norm=1.0)
+        optim.clip_grad_norm_(params, 1.0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_found_inf_changes_nothing():
+    for options in ({}, {"master": "remainder16"}, {"stochastic_rounding": True}):
+        for name in FUSED:
+            params = make(BF16)
+            optimizer = FUSED[name](params, lr=0.1, **options)
+            optimizer.step()
+            kept = [v for p in params for v in optimizer.state[p].values()]
+            before = [each.detach().clone() for each in (*params, *kept)]
+            optimizer.found_inf = torch.ones((), device="cuda")
+            optimizer.step()
+            assert all(map(torch.equal, before, (*params, *kept))), name
+            optimizer.found_inf = torch.zeros((), device="cuda")
+            optimizer.step()
+            assert not any(map(torch.equal, before[:2], params[:2])), name
+
+
+# ------------------------------------------------------------------------------------- CUDA graphs
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_graph(name: str):
+    """Replays step on, as eager steps do; both kinds mix."""
+    ours, theirs = make(), make()
+    optimizers = [FUSED[name](p, lr=0.1) for p in (ours, theirs)]
+    generator = torch.Generator().manual_seed(3)
+
+    def new_grads() -> None:
+        for a, b in zip(ours, theirs, strict=True):
+            b.grad = randn(a.shape, F32, generator).cuda()
+            a.grad.copy_(b.grad)
+
+    static = [param.grad for param in ours]
+    for _ in range(2):
+        new_grads()
+        for optimizer in optimizers:
+            optimizer.step(max_norm=1.0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizers[0].step(max_norm=1.0)
+    for number in range(6):
+        for param, grad in zip(ours, static, strict=True):
+            param.grad = grad
+        new_grads()
+        optimizers[1].step(max_norm=1.0)
+        if number in (2, 3):  # eager in between, with gradients elsewhere
+            for param in ours:
+                param.grad = param.grad.clone()
+            optimizers[0].step(max_norm=1.0)
+        else:
+            graph.replay()
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b), number
+            for key, value in optimizers[1].state[b].items():
+                assert torch.equal(optimizers[0].state[a][key], value), key
+
+
+def both() -> tuple[list[Parameter], list[Parameter]]:
+    """Returns parameters on CUDA, and the same on the CPU: a reference that no graph reads."""
+    cuda = make()
+    cpu = [parameter(p.detach().cpu()) for p in cuda]
+    for a, b in zip(cuda, cpu, strict=True):
+        b.grad = a.grad.cpu()
+    return cuda, cpu
+
+
+def same(cuda: list[Parameter], cpu: list[Parameter]) -> bool:
+    return all(torch.equal(a.cpu(), b) for a, b in zip(cuda, cpu, strict=True))
+
+
+@pytest.mark.parametrize("is_eager", [True, False])
+@pytest.mark.parametrize("change_first", [False, True])
+def test_hyper_parameters_move(change_first: bool, is_eager: bool):
+    """Numbers that are set between steps or replays, and right before the capture."""
+    ours, theirs = both()
+    optimizers = [optim.FusedAdamW([{"params": p[:1]}, {"params": p[1:]}]) for p in (ours, theirs)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, step_size=1, gamma=0.5) for o in optimizers]
+    for optimizer in optimizers:
+        optimizer.step()
+        if change_first:
+            optimizer.param_groups[0]["lr"] = 0.3
+    graph = torch.cuda.CUDAGraph()
+    if not is_eager:
+        with torch.cuda.graph(graph):
+            optimizers[0].step()
+    for number in range(4):
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            optimizer.param_groups[1]["weight_decay"] = 0.1 * number
+            optimizer.param_groups[0]["betas"] = (0.5 + 0.1 * number, 0.9)
+            scheduler.step()
+        if is_eager:
+            optimizers[0].step()
+        else:
+            graph.replay()
+        optimizers[1].step()
+        assert same(ours, theirs), number
+    if is_eager:
+        return
+    with pytest.raises(ValueError, match="Invalid"):
+        optimizers[0].param_groups[0]["lr"] = math.nan
+    assert optimizers[0].param_groups[0]["lr"] == optimizers[1].param_groups[0]["lr"]
+
+
+def test_hyper_parameters_that_are_tensors_move():
+    ours, theirs = both()
+    lr = torch.tensor(0.1, device="cuda", dtype=F64)
+    optimizer, reference = optim.FusedAdamW(ours, lr=lr), optim.FusedAdamW(theirs, lr=0.1)
+    for each in (optimizer, reference):
+        each.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for value in (0.5, 0.25, 0.125, 2.0):
+        lr.fill_(value)
+        reference.param_groups[0]["lr"] = value
+        if value == 2.0:
+            optimizer.step()
+        else:
+            graph.replay()
+        reference.step()
+        assert same(ours, theirs)
+
+
+def test_graph_and_a_tensor_on_the_cpu():
+    optimizer = optim.FusedAdamW(make(), lr=torch.tensor(0.1))
+    optimizer.step()
+
+    def record() -> None:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            optimizer.step()
+
+    with pytest.raises(RuntimeError, match="a tensor on the CPU"):
+        record()
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("name", FUSED)
+def test_compiled(name: str, mode: str):
+    """One graph, which lr and other numbers that move do not change, and the eager steps' bits."""
+    torch._dynamo.reset()
+    ours, theirs = both()
+    optimizers = [FUSED[name](p, lr=0.1, weight_decay=0.1) for p in (ours, theirs)]
+    step = torch.compile(lambda: optimizers[0].step(max_norm=1.0), fullgraph=True, mode=mode)
+    generator = torch.Generator().manual_seed(5)
+    with torch._dynamo.config.patch(error_on_recompile=False):
+        for number in range(5):
+            for a, b in zip(ours, theirs, strict=True):
+                b.grad = randn(a.shape, F32, generator)
+                a.grad.copy_(b.grad)
+            if number == 3:
+                for optimizer in optimizers:
+                    optimizer.param_groups[0]["lr"] = 0.5
+            torch.compiler.cudagraph_mark_step_begin()
+            step()
+            optimizers[1].step(max_norm=1.0)
+            for a, b in zip(ours, theirs, strict=True):  # norms are added up in another order
+                torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-6, msg=str(number))
+
+
+def test_graph_errors():
+    params = make()
+    optimizer = optim.FusedAdamW(params)
+    with (
+        pytest.raises(RuntimeError, match="no state yet"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        optimizer.step()
+    optimizer.step()
+    for param in params:
+        param.grad = None
+    with (
+        pytest.raises(RuntimeError, match="no parameter has a gradient"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        optimizer.step()
+    params[0].grad = torch.randn_like(params[0])
+    optimizer.step()
+
+
+# ------------------------------------------------------------------------------- moving and loading
+
+
+def test_resume_from_a_checkpoint_on_the_cpu():
+    params, others = make(), make()
+    optimizer = optim.FusedAdamW(params, lr=0.1)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"] = {
+        i: {k: v.cpu() for k, v in kept.items()} for i, kept in saved["state"].items()
+    }
+    with torch.no_grad():
+        for a, b in zip(others, params, strict=True):
+            a.copy_(b)
+    resumed = optim.FusedAdamW(others, lr=0.3)
+    resumed.load_state_dict(saved)
+    for each in (optimizer, resumed):
+        each.step()
+    assert all(map(torch.equal, params, others))
+
+
+def test_memory_that_moved():
+    """Parameters and states whose memory others have replaced."""
+    params, others = make(), make()
+    a, b = (optim.FusedAdamW(p, lr=0.1) for p in (params, others))
+    for each in (a, b):
+        each.step()
+    params[1].data = params[1].data.clone()
+    state = a.state[params[0]]
+    state["exp_avg"].data = state["exp_avg"].data.clone()
+    state["step"] = torch.tensor([1.0])  # as some checkpoints have it
+    for each in (a, b):
+        each.step()
+    assert all(map(torch.equal, params, others))
+
+
+def test_two_devices():
+    cpu, cuda = [p.detach().cpu() for p in make()], make()
+    mixed = [parameter(each) for each in cpu]
+    for param, other in zip(mixed, cuda, strict=True):
+        param.grad = other.grad.cpu()
+    both, alone = make(), make()
+    together = optim.FusedAdamW([*mixed, *both], lr=0.1)
+    together.step(max_norm=1.0)
+    reference = optim.FusedAdamW([*alone, *cuda], lr=0.1)
+    reference.step(max_norm=1.0)
+    torch.testing.assert_close(together.grad_norm.cpu(), reference.grad_norm.cpu())
+    for a, b in zip([*both, *mixed], [*alone, *cuda], strict=True):
+        torch.testing.assert_close(a.cpu(), b.cpu())
+
+
+def test_muon():
+    generator = torch.Generator().manual_seed(0)
+    cpu = [parameter(randn(shape, F32, generator)) for shape in ((16, 24), (24, 16), (16, 24))]
+    cuda = [parameter(p.detach().cuda()) for p in cpu]
+    optimizers = [optim.FusedMuon(p, lr=0.1) for p in (cpu, cuda)]
+    for _ in range(3):
+        for a, b in zip(cpu, cuda, strict=True):
+            a.grad = randn(a.shape, F32, generator)
+            b.grad = a.grad.cuda()
+        for optimizer in optimizers:
+            optimizer.step()
+    for a, b in zip(cpu, cuda, strict=True):
+        momentum = [o.state[p]["momentum_buffer"] for o, p in zip(optimizers, (a, b), strict=True)]
+        assert torch.equal(momentum[1].cpu(), momentum[0])
+        torch.testing.assert_close(b.cpu(), a, rtol=0.05, atol=0.02)
