@@ -433,8 +433,7 @@ __global__ void __launch_bounds__(kThreads, num_blocks(kKind))
   }
 }
 
-// ----------------------------------------------------------------------------------------
-// launching
+// --------------------------------------------------------------------------------------- launching
 
 inline Status from_cuda(const char* what, cudaError_t error) {
   if (error == cudaSuccess) return {};

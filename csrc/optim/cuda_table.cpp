@@ -332,8 +332,7 @@ Launch CudaTable::launch_of(Batch& batch, const Scale& scale) {
   launch.num_tiles = batch.num_tiles;
   launch.tile_length = batch.tile_length;
   launch.kind = static_cast<Kind>(&batch - batches_);
-  launch.hyper = hyper_tensor_.defined() ? address<const double>(hyper_tensor_)
-                                         : static_cast<const double*>(device_hyper_.address());
+  launch.hyper = address<const double>(hyper_tensor_);
   launch.stochastic = stochastic_;
   launch.seed = seed_;
   launch.grad_scale = address<const float>(scale.grad_scale);
@@ -377,14 +376,6 @@ GradSums CudaTable::grad_sums(const Scale& scale) {
 at::Tensor CudaTable::start(const Scale& scale) {
   const c10::DeviceGuard guard(device_);
   collect(/*with_state=*/true);
-  if (hyper_is_new_ && !hyper_tensor_.defined()) {
-    std::vector<double> all(hyper_.size() * kMaxHyper);
-    for (size_t i = 0; i < hyper_.size(); ++i) {
-      std::copy(hyper_[i].begin(), hyper_[i].end(), &all[i * kMaxHyper]);
-    }
-    device_hyper_.upload(all.data(), static_cast<int64_t>(all.size() * sizeof(double)), device_);
-    hyper_is_new_ = false;
-  }
   Sums sums;
   if (rule_.passes.size() > 1) {
     sums.each = doubles_on(device_, {static_cast<int64_t>(params_.size()), kMaxSums});

@@ -100,7 +100,6 @@ class CudaTable final : public Table {
   std::vector<Kind> kinds_;
   std::vector<At> where_;
   std::vector<Look> looks_;
-  DeviceCopy device_hyper_;
 };
 
 }  // namespace gpumode::optim

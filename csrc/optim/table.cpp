@@ -48,7 +48,6 @@ void Table::set_hyper(int64_t group, std::vector<double> values) {
   TORCH_INTERNAL_ASSERT(values.size() == rule_.hyper.size());
   hyper_.resize(std::max(hyper_.size(), static_cast<size_t>(group) + 1));
   hyper_[static_cast<size_t>(group)] = std::move(values);
-  hyper_is_new_ = true;
 }
 
 void Table::set_hyper_tensor(const at::Tensor& hyper) {

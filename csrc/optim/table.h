@@ -60,7 +60,7 @@ class Table {
   // Replaces one of the states; nothing if the parameter has none.
   void set_one_state(int64_t index, int64_t which, const at::Tensor& state);
   void set_grad(int64_t index, const at::Tensor& grad);
-  // `values` as Rule::hyper.
+  // On the CPU; `values` as Rule::hyper.
   void set_hyper(int64_t group, std::vector<double> values);
   // The same for all groups, [groups, ...], float64, on the table's device. One that is contiguous
   // and has kMaxHyper columns is read when a kernel runs, not before.
@@ -108,7 +108,6 @@ class Table {
   size_t num_with_state_ = 0;
   std::vector<std::vector<double>> hyper_;  // by group
   at::Tensor hyper_tensor_;                 // or this
-  bool hyper_is_new_ = true;
   bool stochastic_ = false;
   uint64_t seed_ = 0;
 };

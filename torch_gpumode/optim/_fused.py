@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack, overload
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from torch_gpumode.optim import _traced
 from torch_gpumode.optim._groups import LiveHyper, adopted
+from torch_gpumode.optim._precision import DTYPES, Precision, PrecisionOptions
 from torch_gpumode.optim._scaling import Scaling
 from torch_gpumode.optim._state import ParamState, States, Watch
 from torch_gpumode.optim._table import ParamTable, ParamTables
@@ -20,47 +21,6 @@ if TYPE_CHECKING:
     from torch_gpumode.optim.attach import Attached
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-
-MASTERS: tuple[str | None, ...] = (None, "fp32", "remainder16")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-STATE_DTYPES = (None, torch.float32, torch.bfloat16)
-
-
-class PrecisionOptions(TypedDict, total=False):
-    """The arguments of Precision, which all optimizers take."""
-
-    master: str | None
-    stochastic_rounding: bool
-    state_dtype: torch.dtype | None
-    seed: int
-
-
-@dataclass(frozen=True)
-class Precision:
-    """How exactly parameters and states are kept; FusedOptimizer says what each field means."""
-
-    master: str | None = None
-    stochastic_rounding: bool = False
-    state_dtype: torch.dtype | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.master not in MASTERS:
-            raise ValueError(f"Invalid master: {self.master!r}: expected one of {MASTERS}")
-        if self.state_dtype not in STATE_DTYPES:
-            raise ValueError(
-                f"Invalid state_dtype: {self.state_dtype}: expected one of {STATE_DTYPES}"
-            )
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
-            raise ValueError(f"Invalid seed: {self.seed!r}: expected an int of at most 64 bits")
-
-    def master_of(self, dtype: torch.dtype) -> str | None:
-        """Returns where a parameter of this dtype has its exact value, if not in itself."""
-        return self.master if dtype in (torch.bfloat16, torch.float16) else None
-
-    def state_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype of new states of a parameter of this dtype."""
-        return dtype if dtype == torch.float64 else self.state_dtype or torch.float32
 
 
 class _AsSaved:

@@ -144,6 +144,8 @@ class LiveHyper:
         assert optimizer is not None
         self._entries = tensor_entries(optimizer)
         self._numbers = self._on_cpu()
+        values = [group[key] for group in optimizer.param_groups for key in optimizer._keys]
+        self._lists = [(value, list(value)) for value in values if isinstance(value, list)]
         self._is_current = True
 
     def forget(self) -> None:
@@ -152,12 +154,14 @@ class LiveHyper:
         self.num_changes += 1
 
     def read_tensors(self, device: torch.device) -> None:
-        """Reads the entries that are tensors, so that a step on `device`, a CUDA device, has them.
+        """Reads what can change in place, so that a step on `device`, a CUDA device, has it.
 
         Raises:
             RuntimeError: one is on the CPU, and a CUDA graph, which could not see it change, is
                 captured.
         """
+        if any(now != then for now, then in self._lists):
+            self.refresh()
         there = [(row, column, value) for row, column, value in self._entries if value.is_cuda]
         if len(there) < len(self._entries):
             if torch.cuda.is_current_stream_capturing():

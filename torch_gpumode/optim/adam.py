@@ -9,10 +9,10 @@ from torch import Tensor
 from torch_gpumode.optim._fused import (
     FusedOptimizer,
     Params,
-    PrecisionOptions,
     check_at_least_zero,
     check_betas,
 )
+from torch_gpumode.optim._precision import PrecisionOptions
 
 
 class FusedAdam(FusedOptimizer):

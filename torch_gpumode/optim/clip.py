@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_gpumode import _extension
-from torch_gpumode.optim._fused import DTYPES
+from torch_gpumode.optim._precision import DTYPES
 
 
 def clip_grad_norm_(

@@ -15,10 +15,10 @@ from torch_gpumode.optim._dtensor import local
 from torch_gpumode.optim._fused import (
     FusedOptimizer,
     Params,
-    PrecisionOptions,
     check_at_least_zero,
     one_number,
 )
+from torch_gpumode.optim._precision import PrecisionOptions
 from torch_gpumode.optim._table import ParamTable
 
 ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")

@@ -6,7 +6,8 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from torch_gpumode.optim._fused import FusedOptimizer, Params, PrecisionOptions, check_at_least_zero
+from torch_gpumode.optim._fused import FusedOptimizer, Params, check_at_least_zero
+from torch_gpumode.optim._precision import PrecisionOptions
 
 
 class FusedSGD(FusedOptimizer):
