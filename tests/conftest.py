@@ -5,6 +5,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 
 from torch_gpumode import _autoload
@@ -23,3 +24,13 @@ torch.set_num_threads(1)
 
 # A build in place has no entry points.
 _autoload.register()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Runs first what forks ranks: a child of a process whose autograd has threads has none."""
+
+    def forks(item: pytest.Item) -> bool:
+        known = vars(item.module) if isinstance(item, pytest.Function) else {}
+        return any(getattr(each, "__module__", "") == "_ranks" for each in known.values())
+
+    items.sort(key=lambda item: not forks(item))
