@@ -142,6 +142,36 @@ def test_large(name: str, dtype: torch.dtype, options: dict[str, Any]):
     pair.check()
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "LAMB", "NovoGrad"])
+def test_more_tiles_than_blocks(name: str, dtype: torch.dtype):
+    """Blocks that take one tile after the other, of tensors of all lengths and two dtypes."""
+    sizes = (3_000_001, 5, 500_000, 70_001, 9_000_003, 0, 65_536, 1)
+    pair = Pair(name, dtype, [("contiguous", (size,), "contiguous") for size in sizes])
+    for number in range(3):
+        pair.make_grads(dtype if number < 2 else F32, number)
+        pair.step(max_norm=1.0)
+        norms = [optimizer.grad_norm for optimizer in pair.optimizers]
+        torch.testing.assert_close(norms[1].cpu(), norms[0])
+    for cpu, cuda in zip(pair.cpu, pair.cuda, strict=True):
+        # Clipped by norms that were added up in another order.
+        torch.testing.assert_close(cuda.cpu(), cpu, rtol=2e-2 if dtype == BF16 else 1e-5, atol=1e-6)
+        steps = [o.state[p].get("step") for o, p in zip(pair.optimizers, (cpu, cuda), strict=True)]
+        assert steps[0] is steps[1] is None or torch.equal(steps[0], steps[1].cpu())
+
+
+def test_sums_do_not_depend_on_chance():
+    generator = torch.Generator("cuda").manual_seed(0)
+    sizes = (2_000_003, 70_001, 5, 3_000_000, 1_000_000)
+    params = [parameter(torch.zeros(size, device="cuda")) for size in sizes]
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator, device="cuda")
+    norms = {float(optim.clip_grad_norm_(params, float("inf"))) for _ in range(20)}
+    assert len(norms) == 1
+    expected = math.sqrt(sum(float(p.grad.double().square().sum()) for p in params))
+    assert norms.pop() == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("name", FUSED)
 def test_every_small_size(name: str):
     tensors = [("contiguous", (numel,), "contiguous") for numel in range(1, 131)]

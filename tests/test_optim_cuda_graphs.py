@@ -53,6 +53,26 @@ def test_graph(name: str):
                 assert torch.equal(optimizers[0].state[a][key], value), key
 
 
+def test_eager_after_a_graph_that_nobody_replays():
+    """What a capture uploads is not there before the graph runs."""
+    cuda, cpu = both()
+    ours, theirs = (optim.FusedAdamW(params, lr=0.1) for params in (cuda, cpu))
+    ours.step()
+    theirs.step()
+    cuda[1].grad = torch.ones_like(cuda[1]).repeat(2)[::2]  # lies otherwise than before
+    cpu[1].grad = cuda[1].grad.cpu()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours.step()
+    for _ in range(2):
+        ours.step()
+        theirs.step()
+        assert same(cuda, cpu)
+    graph.replay()
+    theirs.step()
+    assert same(cuda, cpu)
+
+
 def both() -> tuple[list[Parameter], list[Parameter]]:
     """Returns parameters on CUDA, and the same on the CPU: a reference that no graph reads."""
     cuda = make()

@@ -8,17 +8,42 @@
 // One pass of an update over all tensors in one kernel. Plain C++: what the host side needs of it.
 namespace gpumode::optim {
 
-constexpr int kThreads = 128;
-constexpr int kPerThread = 4;
-constexpr int64_t kStride = int64_t{kThreads} * kPerThread;  // elements that a block has at a time
+// What values are computed in. Each has a kernel of its own.
+enum class Kind : uint8_t { Float, Double };
+constexpr int kNumKinds = 2;
 
-// What is computed in what: each has a kernel of its own.
-enum class Kind : uint8_t {
-  Float32,  // all float32, without masters
-  Mixed,    // other parameters that are computed in float
-  Float64,
+// The dtypes of a parameter and of what belongs to it. For these combinations there is a loop that
+// knows them, for all others one that looks them up.
+enum class Form : uint8_t {
+  Any,
+  Float32,
+  BFloat16,
+  BFloat16States32,
+  BFloat16Master32,
+  BFloat16Remainder16,
 };
-constexpr int kNumKinds = 3;
+constexpr int kNumForms = 6;
+
+struct FormDtypes {
+  DType param, grad, state;
+  Master master;
+};
+
+constexpr FormDtypes kFormDtypes[kNumForms] = {
+    {},
+    {DType::F32, DType::F32, DType::F32, Master::None},
+    {DType::BF16, DType::BF16, DType::BF16, Master::None},
+    {DType::BF16, DType::BF16, DType::F32, Master::None},
+    {DType::BF16, DType::BF16, DType::F32, Master::F32},
+    {DType::BF16, DType::BF16, DType::F32, Master::Remainder16},
+};
+
+// A tensor is updated in tiles, whose length is a multiple of this, so that all threads of a block
+// have a vector.
+constexpr int64_t kTileUnit = 1024;
+
+// The most blocks that a kernel has.
+constexpr uint32_t kMaxBlocks = 512;
 
 // What the kernels see of one parameter. Its gradient's address, which changes from step to step,
 // is in an array of its own.
@@ -32,10 +57,13 @@ struct Row {
   // nullptr if the elements of all tensors lie in the same order. Otherwise: how many dimensions,
   // their sizes, and strides per operand: the parameter, the gradient, the master, the states.
   const int64_t* layout;
-  uint32_t first_tile;
-  uint32_t index, group, number;  // in the table, of the table's, among the optimizer's
+  uint32_t first_tile, num_tiles;  // at least one, so that the step of an empty tensor counts
+  uint32_t tile_length;            // in elements
+  uint32_t first_sum;              // its first in Launch::partial_sums
+  uint32_t index, group, number;   // in the table, of the table's, among the optimizer's
   DType param_dtype, grad_dtype, master_dtype, state_dtypes[kMaxStates];
   Master master_kind;
+  Form form;
   // That vectors can be loaded, if the gradient is aligned to 16 bytes, too: all lies in the same
   // order, is aligned, and of dtypes that vectors are there for.
   bool is_vector;
@@ -46,11 +74,14 @@ struct Launch {
   const Row* rows;
   void* const* grads;  // [num_rows]; nullptr: there is none, and the row stays as it is; sums are 0
   uint32_t num_rows;
-  // A block has one tile: `tile_length` elements of one row, a multiple of kStride. Each row has at
-  // least one, so that its step counts though it is empty.
   const uint32_t* row_of_tiles;  // [num_tiles]
   uint32_t num_tiles;
-  int64_t tile_length;
+  // Of shared memory, for what is loaded ahead: enough for one tile of any row, or for the
+  // gradients of `grads_at_once` tiles.
+  uint32_t stage_bytes, grads_at_once;
+  // How tiles are dealt out: where there are sums, in units of so many, so that few parts are left
+  // to add up; and so many units at a time, which is for `launch` to say.
+  uint32_t tiles_of_sum, hand;
   Kind kind;
 
   const double* hyper;  // [groups, kMaxHyper]
@@ -64,8 +95,10 @@ struct Launch {
   double max_norm;          // to which they are clipped then
 
   double* sums;          // [parameters of the table, kMaxSums]
-  double* partial_sums;  // [num_tiles, kMaxSums]
-  uint32_t* tickets;     // [num_rows + 1], zeros, which they are again when the kernel has ended
+  double* partial_sums;  // [.., kMaxSums], at Row::first_sum
+  // [num_rows + 2], zeros, which they are again when the kernel has ended: tiles that are done, of
+  // each row; rows that are done; tiles that are dealt out.
+  uint32_t* tickets;
   // nullptr, or where the first sum over all tensors goes, and whether it is not finite, as 1 or 0.
   double* total;
   float* total_is_bad;

@@ -15,10 +15,12 @@
 namespace gpumode::optim {
 namespace {
 
-// Tiles are long, so that a block has much to do after it has found out what, unless there were too
-// few of them for all multiprocessors. Measured: benchmarks/results/optim.md.
+// Tiles are as long as one stage of shared memory takes, unless there were too few of them for all
+// multiprocessors. Measured: benchmarks/results/optim.md.
+constexpr int64_t kStageBytes = int64_t{16} << 10;
 constexpr int64_t kEnoughTiles = 4096;
-constexpr int64_t kMaxStrides[kNumKinds] = {8, 16, 8};
+constexpr int64_t kMaxGradsAtOnce = 4;
+constexpr int64_t kManyTiles = 16;  // of a tensor
 
 // Empty tensors have no memory, but gradients.
 void* const kNoMemory = reinterpret_cast<void*>(uintptr_t{16});
@@ -52,10 +54,38 @@ int64_t num_tiles_of(int64_t numel, int64_t length) {
 
 bool is_aligned(const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; }
 
-// What can be told from a parameter alone.
-Kind kind_of(at::ScalarType param) {
-  if (param == at::kDouble) return Kind::Float64;
-  return param == at::kFloat ? Kind::Float32 : Kind::Mixed;
+Kind kind_of(const at::Tensor& param) {
+  return param.scalar_type() == at::kDouble ? Kind::Double : Kind::Float;
+}
+
+// Those of a row's operands that it has.
+template <class Visit>
+void visit_dtypes(const Row& row, Visit visit) {
+  visit(row.param_dtype);
+  visit(row.grad_dtype);
+  if (row.master_kind != Master::None) visit(row.master_dtype);
+  for (int k = 0; k < kMaxStates; ++k) {
+    if (row.states[k] != nullptr) visit(row.state_dtypes[k]);
+  }
+}
+
+Form form_of(const Row& row) {
+  for (int form = 1; form < kNumForms; ++form) {
+    const FormDtypes& known = kFormDtypes[form];
+    bool fits = row.param_dtype == known.param && row.grad_dtype == known.grad &&
+                row.master_kind == known.master;
+    for (int k = 0; k < kMaxStates; ++k) {
+      fits = fits && (row.states[k] == nullptr || row.state_dtypes[k] == known.state);
+    }
+    if (fits) return static_cast<Form>(form);
+  }
+  return Form::Any;
+}
+
+int64_t bytes_of_element(const Row& row) {
+  int64_t nbytes = 0;
+  visit_dtypes(row, [&](DType dtype) { nbytes += static_cast<int64_t>(itemsize(dtype)); });
+  return nbytes;
 }
 
 // Row::layout of a job whose tensors lie in different orders.
@@ -83,6 +113,7 @@ void DeviceCopy::upload(const void* data, int64_t nbytes, at::Device device) {
     tensor_ = bytes_on(device, nbytes);
     is_recorded_ = records;
   }
+  is_uploaded_by_graph_ = records;
   if (records) {
     return throw_if_failed(
         copy_by_value(tensor_.mutable_data_ptr(), data, nbytes, current_stream()));
@@ -99,6 +130,8 @@ void* DeviceCopy::address() {
   is_recorded_ = is_recorded_ || is_capturing();
   return tensor_.mutable_data_ptr();
 }
+
+bool DeviceCopy::is_of_a_graph() const { return is_uploaded_by_graph_ && !is_capturing(); }
 
 // ------------------------------------------------------------------------------------------ Batch
 
@@ -118,32 +151,54 @@ void Batch::add(uint32_t index, const at::Tensor& param) {
   seen.emplace_back();
 }
 
-void Batch::cut(at::Device device, int64_t max_strides) {
-  const auto count = [&](int64_t length) {
+// Decides what the tiles of each row are, and writes down whose each tile is.
+void Batch::cut(at::Device device) {
+  const auto sum_of_tiles = [&](int64_t length) {
     return std::accumulate(rows.begin(), rows.end(), int64_t{0}, [&](int64_t sum, const Row& row) {
       return sum + num_tiles_of(row.numel, length);
     });
   };
-  tile_length = std::clamp(count(kStride) / kEnoughTiles, int64_t{1}, max_strides) * kStride;
-  const int64_t total = count(tile_length);
-  TORCH_CHECK(total <= std::numeric_limits<int32_t>::max(),
-              "the parameters have too many elements");
-  num_tiles = static_cast<uint32_t>(total);
-
+  const int64_t max_units = std::max<int64_t>(1, sum_of_tiles(kTileUnit) / kEnoughTiles);
+  int64_t total = 0, bytes_of_grads = 1;
   std::vector<uint32_t> all;
-  all.reserve(num_tiles);
+  stage_bytes = 128;
   for (size_t i = 0; i < rows.size(); ++i) {
-    rows[i].first_tile = static_cast<uint32_t>(all.size());
-    all.insert(all.end(), static_cast<size_t>(num_tiles_of(rows[i].numel, tile_length)),
-               static_cast<uint32_t>(i));
+    Row& row = rows[i];
+    const int64_t nbytes = bytes_of_element(row);
+    const int64_t units = std::clamp(kStageBytes / (nbytes * kTileUnit), int64_t{1}, max_units);
+    const int64_t length = units * kTileUnit;
+    const int64_t num_tiles_of_row = num_tiles_of(row.numel, length);
+    row.first_tile = static_cast<uint32_t>(total);
+    row.num_tiles = static_cast<uint32_t>(num_tiles_of_row);
+    row.tile_length = static_cast<uint32_t>(length);
+    total += num_tiles_of_row;
+    TORCH_CHECK(total <= std::numeric_limits<int32_t>::max(),
+                "the parameters have too many elements");
+    all.insert(all.end(), row.num_tiles, static_cast<uint32_t>(i));
+    stage_bytes = std::max(stage_bytes, length * nbytes);
+    const auto of_grad = static_cast<int64_t>(itemsize(row.grad_dtype));
+    bytes_of_grads = std::max(bytes_of_grads, length * of_grad);
   }
+  // The rest of a tensor is left in as many parts as there are blocks that have units of it.
+  tiles_of_sum = total < kManyTiles * static_cast<int64_t>(rows.size()) ? 1 : 4;
+  num_sums = 0;
+  for (Row& row : rows) {
+    row.first_sum = num_sums;
+    if (row.num_tiles > 1) num_sums += std::min(row.num_tiles / tiles_of_sum + 2, kMaxBlocks);
+  }
+  grads_at_once = std::clamp<int64_t>(stage_bytes / bytes_of_grads, 1, kMaxGradsAtOnce);
+  num_tiles = static_cast<uint32_t>(total);
   row_of_tiles.upload(all.data(), int64_t{4} * num_tiles, device);
-  tickets = at::zeros({static_cast<int64_t>(rows.size()) + 1},
-                      at::TensorOptions().dtype(at::kInt).device(device));
 }
 
 void Batch::upload(at::Device device) {
-  if (rows_are_new) {
+  if (num_tickets != rows.size() + 2 || tickets.is_of_a_graph()) {
+    num_tickets = static_cast<uint32_t>(rows.size()) + 2;
+    const std::vector<uint32_t> zeros(num_tickets);
+    tickets.upload(zeros.data(), static_cast<int64_t>(num_tickets * sizeof(uint32_t)), device);
+  }
+  if (rows_are_new || device_rows.is_of_a_graph()) {
+    cut(device);
     std::vector<int64_t> all;
     for (const Seen& each : seen) all.insert(all.end(), each.layout.begin(), each.layout.end());
     layouts.upload(all.data(), static_cast<int64_t>(all.size() * sizeof(int64_t)), device);
@@ -154,7 +209,7 @@ void Batch::upload(at::Device device) {
     }
     device_rows.upload(rows.data(), static_cast<int64_t>(rows.size() * sizeof(Row)), device);
   }
-  if (grads_are_new || is_capturing()) {
+  if (grads_are_new || is_capturing() || device_grads.is_of_a_graph()) {
     device_grads.upload(grads.data(), static_cast<int64_t>(grads.size() * sizeof(void*)), device);
   }
   rows_are_new = grads_are_new = false;
@@ -166,19 +221,16 @@ Batch& CudaTable::batch_of(size_t i) { return batches_[static_cast<int>(where_[i
 
 // Deals the parameters out to the kernels.
 void CudaTable::assemble() {
-  for (size_t i = kinds_.size(); i < params_.size(); ++i) {
-    kinds_.push_back(kind_of(params_[i].param.scalar_type()));
-  }
   for (Batch& batch : batches_) batch.clear();
   where_.clear();
   for (size_t i = 0; i < params_.size(); ++i) {
-    Batch& batch = batches_[static_cast<int>(kinds_[i])];
-    where_.push_back({kinds_[i], static_cast<uint32_t>(batch.rows.size())});
+    const Kind kind = kind_of(params_[i].param);
+    Batch& batch = batches_[static_cast<int>(kind)];
+    where_.push_back({kind, static_cast<uint32_t>(batch.rows.size())});
     batch.add(static_cast<uint32_t>(i), params_[i].param);
     params_[i].is_new = true;
   }
   looks_.resize(params_.size());
-  for (int kind = 0; kind < kNumKinds; ++kind) batches_[kind].cut(device_, kMaxStrides[kind]);
 }
 
 // In three steps, each of which needs what the one before has fetched.
@@ -273,15 +325,13 @@ void CudaTable::renew(size_t i, const at::Tensor& grad) {
     row.step = address<float>(param.state->step);
     row.scalar = address<float>(param.state->scalar);
   }
-  Kind kind = kind_of(param.param.scalar_type());
+  row.form = form_of(row);
   row.is_vector = job.num_dims == 0;
   for (const auto& [tensor, operand] : tensors) {
-    const bool fits = (operand->dtype == DType::F64) == (kind == Kind::Float64);
+    const bool fits = (operand->dtype == DType::F64) == (where_[i].kind == Kind::Double);
     const bool moves = operand == &job.grad;
     row.is_vector = row.is_vector && fits && (moves || is_aligned(operand->data));
-    if (kind == Kind::Float32 && operand->dtype != DType::F32) kind = Kind::Mixed;
   }
-  kinds_[i] = kind;
   Batch::Seen& seen = batch.seen[where_[i].row];
   seen = {param.param.strides().vec(), grad.strides().vec(), {}};
   if (job.num_dims > 0) seen.layout = layout_of(job);
@@ -290,10 +340,10 @@ void CudaTable::renew(size_t i, const at::Tensor& grad) {
   batch.rows_are_new = true;
 }
 
-// Returns whether all parameters are where their kind belongs. Fails before anything on the device
-// is changed, or not at all.
-bool CudaTable::collect_once(bool with_state) {
-  bool has_any = false, fits = true;
+// Fails before anything on the device is changed, or not at all.
+void CudaTable::collect(bool with_state) {
+  if (where_.size() != params_.size()) assemble();
+  bool has_any = false;
   for (size_t i = 0; i < params_.size(); ++i) {
     fetch_ahead(i);
     const at::Tensor& grad = grad_of(params_[i]);
@@ -301,7 +351,6 @@ bool CudaTable::collect_once(bool with_state) {
     if (grad.defined() && (params_[i].state || !with_state)) {
       has_any = true;
       if (!is_as_seen(i, grad)) renew(i, grad);
-      fits = fits && kinds_[i] == where_[i].kind;
       memory = grad.numel() == 0 ? kNoMemory : memory_of(grad);
     }
     Batch& batch = batch_of(i);
@@ -312,14 +361,6 @@ bool CudaTable::collect_once(bool with_state) {
   TORCH_CHECK(has_any || !is_capturing(),
               "no parameter has a gradient while a CUDA graph is captured, so that it would hold "
               "no step: expected backward() before, in the graph or in what it begins with");
-  return fits;
-}
-
-void CudaTable::collect(bool with_state) {
-  if (where_.size() != params_.size()) assemble();
-  if (collect_once(with_state)) return;
-  assemble();
-  collect_once(with_state);
 }
 
 Launch CudaTable::launch_of(Batch& batch, const Scale& scale) {
@@ -330,7 +371,9 @@ Launch CudaTable::launch_of(Batch& batch, const Scale& scale) {
   launch.num_rows = static_cast<uint32_t>(batch.rows.size());
   launch.row_of_tiles = static_cast<const uint32_t*>(batch.row_of_tiles.address());
   launch.num_tiles = batch.num_tiles;
-  launch.tile_length = batch.tile_length;
+  launch.stage_bytes = static_cast<uint32_t>(batch.stage_bytes);
+  launch.grads_at_once = static_cast<uint32_t>(batch.grads_at_once);
+  launch.tiles_of_sum = batch.tiles_of_sum;
   launch.kind = static_cast<Kind>(&batch - batches_);
   launch.hyper = address<const double>(hyper_tensor_);
   launch.stochastic = stochastic_;
@@ -339,7 +382,7 @@ Launch CudaTable::launch_of(Batch& batch, const Scale& scale) {
   launch.found_inf = address<const float>(scale.found_inf);
   launch.grad_sum = address<const double>(scale.grad_sum);
   launch.max_norm = scale.max_norm;
-  launch.tickets = address<uint32_t>(batch.tickets);
+  launch.tickets = static_cast<uint32_t*>(batch.tickets.address());
   return launch;
 }
 
@@ -352,7 +395,7 @@ void CudaTable::run(const Pass& pass, const Scale& scale, bool is_last, const Su
     launch.sums = address<double>(sums.each);
     at::Tensor partial_sums;
     if (!is_last && sums.each.defined()) {
-      partial_sums = doubles_on(device_, {batch.num_tiles, kMaxSums});
+      partial_sums = doubles_on(device_, {batch.num_sums, kMaxSums});
       launch.partial_sums = address<double>(partial_sums);
     }
     launch.total = address<double>(sums.total);

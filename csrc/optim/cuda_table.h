@@ -14,10 +14,12 @@ class DeviceCopy {
   // For a kernel that is launched now.
   void* address();
   bool was_recorded() const { return is_recorded_ || !recorded_.empty(); }
+  // Whether the bytes come when a graph is replayed, and so may not be there now.
+  bool is_of_a_graph() const;
 
  private:
   at::Tensor tensor_;
-  bool is_recorded_ = false;
+  bool is_recorded_ = false, is_uploaded_by_graph_ = false;
   std::vector<at::Tensor> recorded_;
 };
 
@@ -34,16 +36,16 @@ struct Batch {
   std::vector<Seen> seen;
   bool rows_are_new = true, grads_are_new = true;
 
-  DeviceCopy device_rows, device_grads, layouts, row_of_tiles;
-  uint32_t num_tiles = 0;
-  int64_t tile_length = 0;
-  at::Tensor tickets;
+  DeviceCopy device_rows, device_grads, layouts, row_of_tiles, tickets;
+  uint32_t num_tiles = 0, num_sums = 0, num_tickets = 0, tiles_of_sum = 1;
+  int64_t stage_bytes = 0, grads_at_once = 1;
 
   void clear();
   void add(uint32_t index, const at::Tensor& param);
-  // Once all rows are there.
-  void cut(at::Device device, int64_t max_strides);
   void upload(at::Device device);
+
+ private:
+  void cut(at::Device device);
 };
 
 class CudaTable final : public Table {
@@ -64,7 +66,6 @@ class CudaTable final : public Table {
   Batch& batch_of(size_t i);
   void assemble();
   void collect(bool with_state);
-  bool collect_once(bool with_state);
   // Where a parameter's tensors lie, of which each step must see that they are still there. Of
   // thousands of parameters that is more than caches hold, so it is little, and fetched ahead.
   struct Look {
@@ -97,7 +98,6 @@ class CudaTable final : public Table {
     uint32_t row;
   };
   // Of each parameter:
-  std::vector<Kind> kinds_;
   std::vector<At> where_;
   std::vector<Look> looks_;
 };

@@ -3,12 +3,17 @@
 #include "optim/cuda_pass.h"
 #include "optim/update.h"
 
-// How values come from memory and go back: as vectors of kPerThread values, whose loads are all
-// issued before the first is looked at; or one by one, in any dtype, alignment and layout.
+// How values come from memory and go back, as vectors of as many values as have 16 bytes in T.
 namespace gpumode::optim {
 
-// A row's operands, in the order of Row::layout.
-constexpr int kParamOperand = 0, kGradOperand = 1, kMasterOperand = 2, kStateOperand = 3;
+template <class T>
+constexpr int kVector = 16 / sizeof(T);
+constexpr int kFloats = kVector<float>, kDoubles = kVector<double>;
+
+__host__ __device__ constexpr uint32_t size_of(DType dtype) {
+  if (dtype == DType::F64) return 8;
+  return dtype == DType::F32 ? 4 : 2;
+}
 
 __device__ inline bool is_half(DType dtype) {
   return dtype != DType::F32;
@@ -18,14 +23,14 @@ __device__ inline bool is_half(DType dtype) {
 
 // Of floats, or of halves, two in each of the first words.
 struct FloatVector {
-  uint32_t words[kPerThread];
+  uint32_t words[kFloats];
 
   __device__ uint16_t half(int i) const {
     return static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16));
   }
 };
 
-__device__ inline FloatVector pack(const uint16_t (&halves)[kPerThread]) {
+__device__ inline FloatVector pack(const uint16_t (&halves)[kFloats]) {
   const auto pair = [&](int i) { return halves[i] | static_cast<uint32_t>(halves[i + 1]) << 16; };
   return {{pair(0), pair(2)}};
 }
@@ -50,16 +55,33 @@ __device__ inline void store(void* data, DType dtype, int64_t first, const Float
   }
 }
 
-__device__ inline void widen(const FloatVector& from, DType dtype, float (&values)[kPerThread]) {
+__device__ inline void widen(const FloatVector& from, DType dtype, float (&values)[kFloats]) {
   if (dtype == DType::F32) {
 #pragma unroll
-    for (int i = 0; i < kPerThread; ++i) values[i] = float_of(from.words[i]);
+    for (int i = 0; i < kFloats; ++i) values[i] = float_of(from.words[i]);
   } else if (dtype == DType::BF16) {
 #pragma unroll
-    for (int i = 0; i < kPerThread; ++i) values[i] = BF16::widen(from.half(i));
+    for (int i = 0; i < kFloats; ++i) values[i] = BF16::widen(from.half(i));
   } else {
 #pragma unroll
-    for (int i = 0; i < kPerThread; ++i) values[i] = F16::widen(from.half(i));
+    for (int i = 0; i < kFloats; ++i) values[i] = F16::widen(from.half(i));
+  }
+}
+
+// The exact value of a parameter in half precision. Where it is not what was rounded from its
+// master, somebody has written it since.
+__device__ inline float exact(DType dtype, uint16_t half, float master) {
+  const bool is_bf16 = dtype == DType::BF16;
+  if (half == (is_bf16 ? BF16::narrow(master) : F16::narrow(master))) return master;
+  return is_bf16 ? BF16::widen(half) : F16::widen(half);
+}
+
+__device__ inline void widen(const FloatVector& param, DType dtype, const FloatVector& master,
+                             Master kind, float (&values)[kFloats]) {
+#pragma unroll
+  for (int i = 0; i < kFloats; ++i) {
+    values[i] = kind == Master::F32 ? exact(dtype, param.half(i), float_of(master.words[i]))
+                                    : join(param.half(i), static_cast<int16_t>(master.half(i)));
   }
 }
 
@@ -77,7 +99,7 @@ __device__ inline uint16_t narrow(DType dtype, float value, const Rounding& roun
   return BF16::narrow(value, random_bits(key, static_cast<uint32_t>(index)));
 }
 
-__device__ inline FloatVector narrow(DType dtype, const float (&values)[kPerThread],
+__device__ inline FloatVector narrow(DType dtype, const float (&values)[kFloats],
                                      const Rounding& rounding, int64_t first) {
   if (dtype == DType::F32) {
     return {{bits_of(values[0]), bits_of(values[1]), bits_of(values[2]), bits_of(values[3])}};
@@ -91,39 +113,51 @@ __device__ inline FloatVector narrow(DType dtype, const float (&values)[kPerThre
     };
     return {{pair(0), pair(2)}};
   }
-  uint16_t halves[kPerThread];
+  uint16_t halves[kFloats];
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) halves[i] = narrow(dtype, values[i], rounding, first + i);
+  for (int i = 0; i < kFloats; ++i) halves[i] = narrow(dtype, values[i], rounding, first + i);
   return pack(halves);
+}
+
+// A parameter in bfloat16 and what that leaves out.
+__device__ inline void split(const float (&values)[kFloats], FloatVector* param,
+                             FloatVector* remainder) {
+  uint16_t high[kFloats], low[kFloats];
+#pragma unroll
+  for (int i = 0; i < kFloats; ++i) {
+    int16_t rest;
+    split(values[i], &high[i], &rest);
+    low[i] = static_cast<uint16_t>(rest);
+  }
+  *param = pack(high);
+  *remainder = pack(low);
 }
 
 // ---------------------------------------------------------------------------- vectors, T = double
 
 struct DoubleVector {
-  double values[kPerThread];
+  double values[kDoubles];
 };
 
 __device__ inline void load(DoubleVector* to, const void* data, DType /*dtype*/, int64_t first) {
-  const auto* two = reinterpret_cast<const double2*>(static_cast<const double*>(data) + first);
-  const double2 low = two[0], high = two[1];
-  *to = {{low.x, low.y, high.x, high.y}};
+  const auto two = *reinterpret_cast<const double2*>(static_cast<const double*>(data) + first);
+  *to = {{two.x, two.y}};
 }
 
 __device__ inline void store(void* data, DType /*dtype*/, int64_t first, const DoubleVector& from) {
-  auto* two = reinterpret_cast<double2*>(static_cast<double*>(data) + first);
-  two[0] = make_double2(from.values[0], from.values[1]);
-  two[1] = make_double2(from.values[2], from.values[3]);
+  *reinterpret_cast<double2*>(static_cast<double*>(data) + first) =
+      make_double2(from.values[0], from.values[1]);
 }
 
 __device__ inline void widen(const DoubleVector& from, DType /*dtype*/,
-                             double (&values)[kPerThread]) {
+                             double (&values)[kDoubles]) {
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) values[i] = from.values[i];
+  for (int i = 0; i < kDoubles; ++i) values[i] = from.values[i];
 }
 
-__device__ inline DoubleVector narrow(DType /*dtype*/, const double (&values)[kPerThread],
+__device__ inline DoubleVector narrow(DType /*dtype*/, const double (&values)[kDoubles],
                                       const Rounding& /*rounding*/, int64_t /*first*/) {
-  return {{values[0], values[1], values[2], values[3]}};
+  return {{values[0], values[1]}};
 }
 
 template <class T>
@@ -136,43 +170,5 @@ template <>
 struct VectorOf<double> {
   using Type = DoubleVector;
 };
-
-// --------------------------------------------------------------------------------------- one by
-// one
-
-// Where element `index` of an operand is.
-__device__ inline int64_t offset_of(const int64_t* layout, int operand, int64_t index) {
-  if (layout == nullptr) return index;
-  const auto num_dims = static_cast<int>(layout[0]);
-  const int64_t* sizes = layout + 1;
-  const int64_t* strides = sizes + num_dims * (1 + operand);
-  int64_t offset = 0;
-#pragma unroll 1
-  for (int d = num_dims - 1; d > 0; --d) {
-    offset += index % sizes[d] * strides[d];
-    index /= sizes[d];
-  }
-  return offset + index * strides[0];
-}
-
-template <class T>
-__device__ T load_one(const void* data, DType dtype, int64_t at) {
-  if (dtype == DType::F32) return static_cast<T>(static_cast<const float*>(data)[at]);
-  if (dtype == DType::F64) return static_cast<T>(static_cast<const double*>(data)[at]);
-  const uint16_t half = static_cast<const uint16_t*>(data)[at];
-  return static_cast<T>(dtype == DType::BF16 ? BF16::widen(half) : F16::widen(half));
-}
-
-template <class T>
-__device__ void store_one(void* data, DType dtype, int64_t at, T value, const Rounding& rounding,
-                          int64_t index) {
-  if (dtype == DType::F32) {
-    static_cast<float*>(data)[at] = static_cast<float>(value);
-  } else if (dtype == DType::F64) {
-    static_cast<double*>(data)[at] = static_cast<double>(value);
-  } else {
-    static_cast<uint16_t*>(data)[at] = narrow(dtype, static_cast<float>(value), rounding, index);
-  }
-}
 
 }  // namespace gpumode::optim
