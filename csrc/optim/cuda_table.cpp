@@ -2,6 +2,7 @@
 
 #include "optim/cuda_table.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
@@ -10,6 +11,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <numeric>
 
 namespace gpumode::optim {
@@ -21,6 +23,9 @@ constexpr int64_t kStageBytes = int64_t{16} << 10;
 constexpr int64_t kEnoughTiles = 4096;
 constexpr int64_t kMaxGradsAtOnce = 4;
 constexpr int64_t kManyTiles = 16;  // of a tensor
+
+// How many parameters one of the host's threads looks at, at least.
+constexpr int64_t kGrain = 128;
 
 // Empty tensors have no memory, but gradients.
 void* const kNoMemory = reinterpret_cast<void*>(uintptr_t{16});
@@ -233,10 +238,10 @@ void CudaTable::assemble() {
   looks_.resize(params_.size());
 }
 
-// In three steps, each of which needs what the one before has fetched.
-void CudaTable::fetch_ahead(size_t i) const {
+// In three steps, each of which needs what the one before has fetched. Of those before `end`.
+void CudaTable::fetch_ahead(size_t i, size_t end) const {
   constexpr size_t kFar = 18, kMiddle = 12, kNear = 6;
-  if (i + kFar < looks_.size()) {
+  if (i + kFar < end) {
     const Look& look = looks_[i + kFar];
     __builtin_prefetch(look.grad_slot);
     for (int k = 0; k < look.num_parts; ++k) {
@@ -244,7 +249,7 @@ void CudaTable::fetch_ahead(size_t i) const {
       __builtin_prefetch(look.parts[k].storage);
     }
   }
-  if (i + kMiddle < params_.size()) {
+  if (i + kMiddle < end) {
     const at::Tensor& grad = grad_of(params_[i + kMiddle]);
     if (grad.defined()) {  // the beginning and the end of it
       const auto* impl = reinterpret_cast<const char*>(grad.unsafeGetTensorImpl());
@@ -252,7 +257,7 @@ void CudaTable::fetch_ahead(size_t i) const {
       __builtin_prefetch(impl + sizeof(c10::TensorImpl) - 40);
     }
   }
-  if (i + kNear < params_.size()) {
+  if (i + kNear < end) {
     const at::Tensor& grad = grad_of(params_[i + kNear]);
     if (grad.defined()) {
       __builtin_prefetch(grad.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
@@ -340,25 +345,48 @@ void CudaTable::renew(size_t i, const at::Tensor& grad) {
   batch.rows_are_new = true;
 }
 
+void* CudaTable::address_of(const at::Tensor& grad, size_t i, bool with_state) const {
+  if (!grad.defined() || (with_state && !params_[i].state)) return nullptr;
+  return grad.numel() == 0 ? kNoMemory : memory_of(grad);
+}
+
+// Looks at those from `begin` to `end`; adds to `changed` those of which more than the gradient's
+// address is new.
+void CudaTable::look_at_all(size_t begin, size_t end, bool with_state, Found* found) {
+  for (size_t i = begin; i < end; ++i) {
+    fetch_ahead(i, end);
+    const at::Tensor& grad = grad_of(params_[i]);
+    void* const memory = address_of(grad, i, with_state);
+    if (memory != nullptr) {
+      found->has_any = true;
+      if (!is_as_seen(i, grad)) found->changed.push_back(i);
+    }
+    void*& known = batch_of(i).grads[where_[i].row];
+    if (known == memory) continue;
+    known = memory;
+    found->grads_are_new[static_cast<int>(where_[i].kind)] = true;
+  }
+}
+
 // Fails before anything on the device is changed, or not at all.
 void CudaTable::collect(bool with_state) {
   if (where_.size() != params_.size()) assemble();
-  bool has_any = false;
-  for (size_t i = 0; i < params_.size(); ++i) {
-    fetch_ahead(i);
-    const at::Tensor& grad = grad_of(params_[i]);
-    void* memory = nullptr;
-    if (grad.defined() && (params_[i].state || !with_state)) {
-      has_any = true;
-      if (!is_as_seen(i, grad)) renew(i, grad);
-      memory = grad.numel() == 0 ? kNoMemory : memory_of(grad);
-    }
-    Batch& batch = batch_of(i);
-    if (batch.grads[where_[i].row] == memory) continue;
-    batch.grads[where_[i].row] = memory;
-    batch.grads_are_new = true;
-  }
-  TORCH_CHECK(has_any || !is_capturing(),
+  Found all;
+  std::mutex mutex;
+  at::parallel_for(
+      0, static_cast<int64_t>(params_.size()), kGrain, [&](int64_t begin, int64_t end) {
+        Found found;
+        look_at_all(static_cast<size_t>(begin), static_cast<size_t>(end), with_state, &found);
+        const std::lock_guard<std::mutex> lock(mutex);
+        all.has_any = all.has_any || found.has_any;
+        for (int kind = 0; kind < kNumKinds; ++kind) {
+          batches_[kind].grads_are_new = batches_[kind].grads_are_new || found.grads_are_new[kind];
+        }
+        all.changed.insert(all.changed.end(), found.changed.begin(), found.changed.end());
+      });
+  std::sort(all.changed.begin(), all.changed.end());  // so that of several errors the first is told
+  for (const size_t i : all.changed) renew(i, grad_of(params_[i]));
+  TORCH_CHECK(all.has_any || !is_capturing(),
               "no parameter has a gradient while a CUDA graph is captured, so that it would hold "
               "no step: expected backward() before, in the graph or in what it begins with");
 }
@@ -432,12 +460,17 @@ at::Tensor CudaTable::start(const Scale& scale) {
 void CudaTable::finish(const Scale& scale, const at::Tensor& sums) {
   const c10::DeviceGuard guard(device_);
   run(rule_.passes.back(), scale, /*is_last=*/true, {sums, {}, {}});
+  at::parallel_for(0, static_cast<int64_t>(params_.size()), kGrain,
+                   [&](int64_t begin, int64_t end) {
+                     bump_versions(static_cast<size_t>(begin), static_cast<size_t>(end));
+                   });
+}
+
+void CudaTable::bump_versions(size_t begin, size_t end) {
   constexpr size_t kFar = 16, kNear = 8;
-  for (size_t i = 0; i < params_.size(); ++i) {  // as in fetch_ahead
-    if (i + kFar < params_.size()) {
-      __builtin_prefetch(params_[i + kFar].param.unsafeGetTensorImpl());
-    }
-    if (i + kNear < params_.size()) {
+  for (size_t i = begin; i < end; ++i) {  // as in fetch_ahead
+    if (i + kFar < end) __builtin_prefetch(params_[i + kFar].param.unsafeGetTensorImpl());
+    if (i + kNear < end) {
       const auto& version = params_[i + kNear].param.unsafeGetTensorImpl()->version_counter();
       __builtin_prefetch(*reinterpret_cast<const void* const*>(&version));
     }

@@ -66,6 +66,13 @@ class CudaTable final : public Table {
   Batch& batch_of(size_t i);
   void assemble();
   void collect(bool with_state);
+  // What a look at some of the parameters has found.
+  struct Found {
+    bool has_any = false, grads_are_new[kNumKinds] = {};
+    std::vector<size_t> changed;
+  };
+  void look_at_all(size_t begin, size_t end, bool with_state, Found* found);
+  void* address_of(const at::Tensor& grad, size_t i, bool with_state) const;
   // Where a parameter's tensors lie, of which each step must see that they are still there. Of
   // thousands of parameters that is more than caches hold, so it is little, and fetched ahead.
   struct Look {
@@ -84,10 +91,11 @@ class CudaTable final : public Table {
     Part parts[kMaxParts];
   };
 
-  void fetch_ahead(size_t i) const;
+  void fetch_ahead(size_t i, size_t end) const;
   bool is_as_seen(size_t i, const at::Tensor& grad) const;
   void look_at(const Param& param, const at::Tensor& grad, const Operands& tensors, Look* look);
   void renew(size_t i, const at::Tensor& grad);
+  void bump_versions(size_t begin, size_t end);
   void run(const Pass& pass, const Scale& scale, bool is_last, const Sums& sums);
   Launch launch_of(Batch& batch, const Scale& scale);
 
