@@ -200,9 +200,12 @@ def table_of_kinds(args: argparse.Namespace, record: dict[str, Any]) -> None:
         case = Case([(1 << 28,)], dtype)
         ours = getattr(optim, f"Fused{name}")(case.params, lr=1e-3, **options)
         ways: dict[str, Callable[[], Any]] = {"ours": ours.step}
-        if name in ("AdamW", "SGD") and options.keys() <= {"amsgrad", "momentum"}:
+        # torch's states have the parameter's dtype.
+        same = {key: value for key, value in options.items() if key != "state_dtype"}
+        is_same = dtype in (F32, F64) or options.get("state_dtype") == dtype
+        if name in ("AdamW", "SGD") and is_same:
             theirs = getattr(torch.optim, name)
-            ways["fused"] = theirs(case.params, lr=1e-3, fused=True, **options).step
+            ways["fused"] = theirs(case.params, lr=1e-3, fused=True, **same).step
         ways["copy"] = copy_of(nbytes * case.numel)
         show(title, take_turns(ways, case.new_grads, args.rounds), record)
         del ways, ours, case

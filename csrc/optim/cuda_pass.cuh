@@ -21,8 +21,6 @@ namespace gpumode::optim {
 
 // Of a block, so that all are done at nearly the same time.
 constexpr uint32_t kEnoughHands = 8;
-// In tiles. Where rows are longer, little is to be looked up, and the smaller hand is faster.
-constexpr uint32_t kLongRow = 2048;
 
 // Of one multiprocessor: as many as have registers enough to spill none, which would cost more.
 constexpr int num_blocks(Kind kind) { return kind == Kind::Float ? 3 : 2; }
@@ -83,8 +81,7 @@ Status launch(const Launch& launch, void* stream) {
   const uint32_t wanted = std::min(kMaxBlocks, blocks * static_cast<uint32_t>(num_processors));
   const uint32_t grid = std::min(num_units, wanted);
   Launch dealt = launch;
-  const bool has_long_rows = launch.num_tiles / launch.num_rows > kLongRow;
-  dealt.hand = has_long_rows ? 1 : std::clamp(num_units / (grid * kEnoughHands), 1u, kMaxHand);
+  dealt.hand = std::clamp(num_units / (grid * kEnoughHands), 1u, kMaxHand);
   kernel<<<grid, kThreads, stages_bytes, static_cast<cudaStream_t>(stream)>>>(dealt, num_stages);
   return from_cuda(kWhat, cudaGetLastError());
 }

@@ -24,8 +24,8 @@ constexpr int64_t kEnoughTiles = 4096;
 constexpr int64_t kMaxGradsAtOnce = 4;
 constexpr int64_t kManyTiles = 16;  // of a tensor
 
-// How many parameters one of the host's threads looks at, at least.
-constexpr int64_t kGrain = 128;
+// How many parameters one of the host's threads looks at, at least: to wake it takes 50 us.
+constexpr int64_t kGrain = 500;
 
 // Empty tensors have no memory, but gradients.
 void* const kNoMemory = reinterpret_cast<void*>(uintptr_t{16});
