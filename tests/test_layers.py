@@ -15,8 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 CPP_LAYERS = {
     "core": set(),
     "host": {"core"},
-    "symm": {"core"},
-    "optim": {"core"},
+    "gpu": {"core"},
+    "symm": {"core", "gpu"},
+    "optim": {"core", "gpu"},
     "c10d": {"core"},
     "ops": {"core", "optim"},
     "module.cpp": {"c10d", "ops", "optim", "symm"},
@@ -36,6 +37,7 @@ NCCL = r"nccl"
 CPP_FOREIGN = {
     "core": f"{TORCH}|{CUDA}|{NCCL}",
     "host": f"{TORCH}|{CUDA}|{NCCL}",
+    "gpu": f"{TORCH}|{NCCL}",
     "symm": f"{TORCH}|{NCCL}",
     "optim": f"{CUDA}|{NCCL}",
     "c10d": f"{CUDA}|{NCCL}",

@@ -22,6 +22,7 @@ class CpuTable final : public Table {
 
  private:
   void collect_jobs();
+  void fetch_ahead(size_t i) const;
   void fill(Job* job, const Param& param) const;
   at::Tensor sums() const;
 
@@ -30,6 +31,8 @@ class CpuTable final : public Table {
   std::vector<const Param*> job_params_;
   std::deque<Layout> layouts_;
   Passes passes_;
+  // Where the parameters' gradients were looked for: hints of what to fetch.
+  std::vector<const void*> grad_slots_;
 };
 
 template <class T>
@@ -47,12 +50,56 @@ StepOptions options_of(const Scale& scale) {
 
 bool skips(const Scale& scale) { return number(scale.found_inf, 0.0f) != 0.0f; }
 
+void fetch(const void* address) { __builtin_prefetch(address); }
+
+// The descriptions of thousands of tensors are more than caches hold. What is in one of them says
+// where the next is, so they are fetched in three steps.
+void CpuTable::fetch_ahead(size_t i) const {
+  constexpr size_t kFar = 18, kMiddle = 12, kNear = 6;
+  if (i + kFar < params_.size()) {
+    const Param& param = params_[i + kFar];
+    fetch(grad_slots_[i + kFar]);
+    fetch(param.param.unsafeGetTensorImpl());
+    if (param.state) {
+      fetch(param.state->step.unsafeGetTensorImpl());
+      fetch(param.state->states.data());
+    }
+  }
+  if (i + kMiddle < params_.size()) {
+    const Param& param = params_[i + kMiddle];
+    const auto* grad = reinterpret_cast<const char*>(grad_of(param).unsafeGetTensorImpl());
+    fetch(grad);
+    fetch(grad + sizeof(c10::TensorImpl) - 40);
+    if (param.state) {
+      for (const at::Tensor& state : param.state->states) fetch(state.unsafeGetTensorImpl());
+    }
+  }
+  if (i + kNear < params_.size()) {
+    const Param& param = params_[i + kNear];
+    const auto fetch_storage = [](const at::Tensor& tensor) {
+      if (!tensor.defined()) return;
+      fetch(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    };
+    fetch_storage(param.param);
+    fetch_storage(grad_of(param));
+    if (param.state) {
+      fetch_storage(param.state->step);
+      for (const at::Tensor& state : param.state->states) fetch_storage(state);
+    }
+  }
+}
+
 // Fails before anything is changed, or not at all.
 void CpuTable::collect_jobs() {
   jobs_.clear();
   job_params_.clear();
   layouts_.clear();
+  for (size_t i = grad_slots_.size(); i < params_.size(); ++i) {
+    const at::Tensor& owner = params_[i].owner;
+    grad_slots_.push_back(owner.defined() ? &owner.unsafeGetTensorImpl()->grad() : nullptr);
+  }
   for (size_t i = 0; i < params_.size(); ++i) {
+    fetch_ahead(i);
     const Param& param = params_[i];
     const at::Tensor& grad = grad_of(param);
     if (!grad.defined() || !param.state) continue;
@@ -136,7 +183,12 @@ void CpuTable::finish(const Scale& scale, const at::Tensor& sums) {
     for (Job& job : jobs_) std::copy_n(from + job.index * kMaxSums, kMaxSums, job.sums);
   }
   passes_.run(&jobs_, {rule_.passes.back()}, options_of(scale));
+  constexpr size_t kAhead = 8;
   for (size_t i = 0; i < jobs_.size(); ++i) {
+    if (i + kAhead < jobs_.size()) {
+      const auto& version = job_params_[i + kAhead]->param.unsafeGetTensorImpl()->version_counter();
+      fetch(*reinterpret_cast<const void* const*>(&version));
+    }
     const Param& param = *job_params_[i];
     if (param.state->step.defined()) *param.state->step.mutable_data_ptr<float>() += 1.0f;
     bump_version(param.param);

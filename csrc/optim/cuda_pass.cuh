@@ -3,9 +3,9 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <string>
 #include <type_traits>
 
+#include "gpu/status.h"
 #include "optim/cuda_consumer.cuh"
 #include "optim/cuda_producer.cuh"
 
@@ -43,11 +43,6 @@ __global__ void __launch_bounds__(kThreads, num_blocks(kKind))
   } else {
     Producer<T, Update<T>>(launch, &shared, memory, num_stages).run();
   }
-}
-
-inline Status from_cuda(const char* what, cudaError_t error) {
-  if (error == cudaSuccess) return {};
-  return {Code::Internal, std::string(what) + ": " + cudaGetErrorString(error)};
 }
 
 template <template <class> class Update>

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <string>
 
+#include "gpu/status.h"
 #include "optim/cuda_pass.h"
 
 namespace gpumode::optim {
@@ -19,10 +19,7 @@ __global__ void copy_words(uint32_t* to, const __grid_constant__ Words from, int
   for (int i = static_cast<int>(threadIdx.x); i < num_words; i += blockDim.x) to[i] = from.words[i];
 }
 
-Status from_cuda(cudaError_t error) {
-  if (error == cudaSuccess) return {};
-  return {Code::Internal, std::string("a copy of parameters: ") + cudaGetErrorString(error)};
-}
+constexpr char kWhat[] = "a copy of parameters";
 
 }  // namespace
 
@@ -35,13 +32,13 @@ Status copy_by_value(void* device, const void* host, int64_t nbytes, void* strea
         reinterpret_cast<uint32_t*>(static_cast<char*>(device) + at), words,
         static_cast<int>(part / 4));
   }
-  return from_cuda(cudaGetLastError());
+  return from_cuda(kWhat, cudaGetLastError());
 }
 
 Status copy_outside_capture(void* device, const void* host, int64_t nbytes) {
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   cudaError_t error = cudaThreadExchangeStreamCaptureMode(&mode);
-  if (error != cudaSuccess) return from_cuda(error);
+  if (error != cudaSuccess) return from_cuda(kWhat, error);
   cudaStream_t stream = nullptr;
   error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
   if (error == cudaSuccess) {
@@ -51,7 +48,7 @@ Status copy_outside_capture(void* device, const void* host, int64_t nbytes) {
     cudaStreamDestroy(stream);
   }
   cudaThreadExchangeStreamCaptureMode(&mode);
-  return from_cuda(error);
+  return from_cuda(kWhat, error);
 }
 
 }  // namespace gpumode::optim

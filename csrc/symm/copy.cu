@@ -3,7 +3,8 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <string>
+
+#include "gpu/status.h"
 
 namespace gpumode {
 namespace {
@@ -90,11 +91,6 @@ Kernel select_kernel(int shift) {
   constexpr Kernel by_word[] = {copy_kernel<false, 0>, copy_kernel<false, 1>, copy_kernel<false, 2>,
                                 copy_kernel<false, 3>};
   return by_word[shift / 4];
-}
-
-Status from_cuda(const char* what, cudaError_t error) {
-  if (error == cudaSuccess) return {};
-  return {Code::Internal, std::string(what) + ": " + cudaGetErrorString(error)};
 }
 
 }  // namespace
