@@ -33,6 +33,7 @@ __device__ __forceinline__ void update_loaded(const Launch& launch, const Stage<
   constexpr int kStates = Update::kNumStates, kSums = Update::kNumSums;
   constexpr int kPerThread = kVector<T>;
   constexpr unsigned kAccess = Update::kAccess;
+  static_assert(kStates == 0 || (kAccess & kReadsStates) != 0);  // only then are they loaded
   using Vector = typename VectorOf<T>::Type;
   const Tensor<Update>& tensor = stage.tensor;
   const Row& row = tensor.row;

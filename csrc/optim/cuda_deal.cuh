@@ -14,6 +14,8 @@
 namespace gpumode::optim {
 
 constexpr uint32_t kMaxHand = 2;  // units
+// The one that is worked on, and those for which the three reads are under way.
+constexpr uint32_t kNumHands = 4;
 constexpr uint32_t kNone = ~0u;
 
 // What is known of the first tile of a unit.
@@ -37,7 +39,7 @@ template <class Update>
 class Deal {
  public:
   struct Memory {
-    Entry entries[4][kMaxHand], extra;
+    Entry entries[kNumHands][kMaxHand], extra;
   };
 
   __device__ Deal(const Launch& launch, Memory* memory)
@@ -47,7 +49,7 @@ class Deal {
                    tiles_of_unit<Update>(launch)),
         num_rounds_((num_units_ + gridDim.x * launch.hand - 1) / (gridDim.x * launch.hand)) {
     for (uint32_t& hand : hands_) hand = num_hands();
-    for (int i = 0; i < 4; ++i) next(0, 0);
+    for (uint32_t i = 0; i < kNumHands; ++i) next(0, 0);
   }
 
   // Whether there is a hand; then it has launch.hand units, the last of which may have no tiles.
@@ -58,12 +60,12 @@ class Deal {
   __device__ uint32_t last_tile(uint32_t i) const {
     return min(first_tile(i) + tiles_of_unit<Update>(launch_), launch_.num_tiles);
   }
-  __device__ const Entry& entry(uint32_t i) const { return memory_.entries[slot_ % 4][i]; }
+  __device__ const Entry& entry(uint32_t i) const { return memory_.entries[slot_ % kNumHands][i]; }
 
   // What begins with a tile from `known` to `end_of_known` need not be looked at.
   __device__ void next(uint32_t known, uint32_t end_of_known) {
     wait_for_copies();
-    for (int i = 0; i < 3; ++i) hands_[i] = hands_[i + 1];
+    for (uint32_t i = 0; i + 1 < kNumHands; ++i) hands_[i] = hands_[i + 1];
     hands_[3] = __shfl_sync(~0u, taken_, 0);
     if (hands_[3] < num_hands()) taken_ = take();
     ++slot_;
@@ -114,7 +116,7 @@ class Deal {
            unit_of(hands_[ahead], i) < num_units_;
   }
   __device__ Entry* at(uint32_t ahead, uint32_t i) {
-    return &memory_.entries[(slot_ + ahead) % 4][i];
+    return &memory_.entries[(slot_ + ahead) % kNumHands][i];
   }
 
   // Each block takes until nothing is left, which makes as many calls as there are hands: the
@@ -158,8 +160,8 @@ class Deal {
   const Launch& launch_;
   Memory& memory_;
   const uint32_t num_units_, num_rounds_;
-  uint32_t hands_[4];            // this one and those that come next, ...
-  uint32_t taken_ = blockIdx.x;  // ... and after them, in lane 0
+  uint32_t hands_[kNumHands];
+  uint32_t taken_ = blockIdx.x;  // what comes after them, in lane 0
   uint32_t slot_ = 0;
 };
 

@@ -22,7 +22,9 @@ namespace {
 constexpr int64_t kStageBytes = int64_t{16} << 10;
 constexpr int64_t kEnoughTiles = 4096;
 constexpr int64_t kMaxGradsAtOnce = 4;
-constexpr int64_t kManyTiles = 16;  // of a tensor
+// Where tensors have many tiles, a pass that sums has them in units of several.
+constexpr int64_t kManyTiles = 16;
+constexpr uint32_t kTilesOfSum = 4;
 
 // How many parameters one of the host's threads looks at, at least: to wake it takes 50 us.
 constexpr int64_t kGrain = 500;
@@ -63,17 +65,6 @@ Kind kind_of(const at::Tensor& param) {
   return param.scalar_type() == at::kDouble ? Kind::Double : Kind::Float;
 }
 
-// Those of a row's operands that it has.
-template <class Visit>
-void visit_dtypes(const Row& row, Visit visit) {
-  visit(row.param_dtype);
-  visit(row.grad_dtype);
-  if (row.master_kind != Master::None) visit(row.master_dtype);
-  for (int k = 0; k < kMaxStates; ++k) {
-    if (row.states[k] != nullptr) visit(row.state_dtypes[k]);
-  }
-}
-
 Form form_of(const Row& row) {
   for (int form = 1; form < kNumForms; ++form) {
     const FormDtypes& known = kFormDtypes[form];
@@ -87,10 +78,14 @@ Form form_of(const Row& row) {
   return Form::Any;
 }
 
+// Of all the operands that a row has.
 int64_t bytes_of_element(const Row& row) {
-  int64_t nbytes = 0;
-  visit_dtypes(row, [&](DType dtype) { nbytes += static_cast<int64_t>(itemsize(dtype)); });
-  return nbytes;
+  size_t nbytes = itemsize(row.param_dtype) + itemsize(row.grad_dtype);
+  if (row.master_kind != Master::None) nbytes += itemsize(row.master_dtype);
+  for (int k = 0; k < kMaxStates; ++k) {
+    if (row.states[k] != nullptr) nbytes += itemsize(row.state_dtypes[k]);
+  }
+  return static_cast<int64_t>(nbytes);
 }
 
 // Row::layout of a job whose tensors lie in different orders.
@@ -185,7 +180,7 @@ void Batch::cut(at::Device device) {
     bytes_of_grads = std::max(bytes_of_grads, length * of_grad);
   }
   // The rest of a tensor is left in as many parts as there are blocks that have units of it.
-  tiles_of_sum = total < kManyTiles * static_cast<int64_t>(rows.size()) ? 1 : 4;
+  tiles_of_sum = total < kManyTiles * static_cast<int64_t>(rows.size()) ? 1 : kTilesOfSum;
   num_sums = 0;
   for (Row& row : rows) {
     row.first_sum = num_sums;
