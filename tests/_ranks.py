@@ -151,21 +151,23 @@ class Ranks:
         """Returns what the function returned on each rank; None for the `lost`, not waited for.
 
         Raises:
-            AssertionError: a rank raised, died, or is not done within the limit.
+            AssertionError: a rank raised, died, or is not done within the limit; or a lost one
+                raised, and so was lost in another way than the test meant.
         """
-        waited_for = [rank for rank in range(self.size) if rank not in lost]
-        for rank in waited_for:
-            while self._done[rank] is None:
+        for rank in range(self.size):
+            while rank not in lost and self._done[rank] is None:
                 self._read(rank)
-        problems = [
-            f"--- rank {rank}\n{self._done[rank][1]}"  # type: ignore[index]
-            for rank in waited_for
-            if self._done[rank][0] != "returned"  # type: ignore[index]
-        ]
+        for rank in lost:
+            while self._done[rank] is None and self._connections[rank].poll():
+                self._read(rank)
+        problems, values = [], []
+        for rank, done in enumerate(self._done):
+            kind, value = done or ("hung", None)
+            if kind == "raised" or (kind != "returned" and rank not in lost):
+                problems.append(f"--- rank {rank}\n{value}")
+            values.append(None if rank in lost else value)
         assert not problems, "\n".join(problems)
-        return [
-            None if (done := self._done[rank]) is None else done[1] for rank in range(self.size)
-        ]
+        return values
 
     def _read(self, rank: int) -> None:
         if not self._connections[rank].poll(max(0.0, self._deadline - time.monotonic())):

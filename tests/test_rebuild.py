@@ -46,17 +46,12 @@ def die_during_rebuild(me: Rank) -> int:
     me.say("ready")
     with pytest.raises(gd.PeerLost):
         repeat(lambda: dist.all_reduce(torch.ones(1000)))
-    if me.rank == 3:
-        # It posts its handle, and so will be decided on, and dies before it joins.
-        import torch_gpumode.distributed._rebuild as module
-
-        agree = module._agree
-
-        def agree_and_die(*args: Any) -> None:
-            agree(*args)
-            signal.raise_signal(signal.SIGKILL)
-
-        module._agree = agree_and_die
+    if me.rank == 3:  # it is among those who were decided on, and dies before it joins them
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        attempt = backend.begin_rebuild(timedelta(seconds=20), None)
+        while not attempt.agreed():
+            time.sleep(attempt.step())
+        signal.raise_signal(signal.SIGKILL)
     gd.rebuild(timeout=timedelta(seconds=20))
     check_group(3)
     return dist.get_rank()

@@ -124,6 +124,7 @@ std::unique_ptr<Rebuild> Backend::begin_rebuild(std::chrono::milliseconds timeou
   options.min_size = min_size;
   const auto self = c10::intrusive_ptr<Backend>::reclaim_copy(this);
   options.on_joining = [self] { self->before_joining(); };
+  options.on_joined = [self] { self->joined(self->recovery_->lineage.built); };
   // A retried op of another thread has the turn until it ends.
   ++num_aborts_;
   if (failure().ok()) {
@@ -133,10 +134,7 @@ std::unique_ptr<Rebuild> Backend::begin_rebuild(std::chrono::milliseconds timeou
   if (failure().ok()) {
     abort(why);
   }
-  return std::make_unique<Rebuild>(communicator(), std::move(turn), options,
-                                   [self](std::shared_ptr<const Membership> membership) {
-                                     self->joined(std::move(membership));
-                                   });
+  return std::make_unique<Rebuild>(communicator(), std::move(turn), options);
 }
 
 namespace {
@@ -151,12 +149,11 @@ Report report_of_restart(const Communicator& communicator) {
 }  // namespace
 
 Rebuild::Rebuild(std::shared_ptr<Communicator> communicator, std::unique_ptr<Turn> turn,
-                 const Succession::Options& options, OnJoined on_joined)
+                 const Succession::Options& options)
     : communicator_(std::move(communicator)),
       turn_(std::move(turn)),
       succession_(communicator_.get(), turn_->registry(), turn_->lineage(),
-                  report_of_restart(*communicator_), options),
-      on_joined_(std::move(on_joined)) {}
+                  report_of_restart(*communicator_), options) {}
 
 std::optional<Duration> Rebuild::step() {
   TORCH_CHECK(turn_ != nullptr, "this rebuild is over");
@@ -168,7 +165,6 @@ std::optional<Duration> Rebuild::step() {
     case Succession::State::Waiting:
       return std::max(succession_.look_again() - Clock::now(), Duration::zero());
     case Succession::State::Joined:
-      on_joined_(turn_->lineage()->built);
       close();
       return std::nullopt;
     case Succession::State::Failed:

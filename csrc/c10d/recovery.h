@@ -73,9 +73,8 @@ class RetryScope {
 // in between, such as to look for signals.
 class Rebuild {
  public:
-  using OnJoined = std::function<void(std::shared_ptr<const Membership> membership)>;
   Rebuild(std::shared_ptr<Communicator> communicator, std::unique_ptr<Turn> turn,
-          const Succession::Options& options, OnJoined on_joined);
+          const Succession::Options& options);
 
   // Whether it is decided who is left.
   bool agreed() const { return !succession_.decision().members.empty(); }
@@ -88,7 +87,6 @@ class Rebuild {
   const std::shared_ptr<Communicator> communicator_;
   std::unique_ptr<Turn> turn_;  // null once it is over
   Succession succession_;
-  const OnJoined on_joined_;
 };
 
 }  // namespace gpumode

@@ -117,9 +117,9 @@ void Retry::begin_recovery() {
   report.committed = communicator_->progress().committed;
   report.open = open_;
   report.complete = op_ != nullptr && op_->complete();
-  succession_.emplace(
-      communicator_, registry_, lineage_, report,
-      Succession::Options{options_.deadline, options_.min_size, options_.on_joining});
+  succession_.emplace(communicator_, registry_, lineage_, report,
+                      Succession::Options{options_.deadline, options_.min_size, options_.on_joining,
+                                          options_.on_joined});
   op_ = nullptr;
 }
 
@@ -147,7 +147,6 @@ Retry::State Retry::recover() {
     }
     case Succession::State::Joined:
       succession_.reset();
-      if (options_.on_joined) options_.on_joined();
       return published_ ? done({}) : State::Working;
   }
   return State::Done;

@@ -39,10 +39,8 @@ class Retry {
     std::function<std::shared_ptr<Op>(std::vector<OpDesc> parts, uint32_t attempt,
                                       Duration timeout)>
         submit;
-    // The rest may be left out. Called before the group is built with another membership, and when
-    // it was.
-    std::function<void()> on_joining, on_joined;
-    // Not Ok once somebody here wants the call to end.
+    std::function<void()> on_joining, on_joined;  // see Succession
+    // Not Ok once somebody here wants the call to end. May be left out.
     std::function<Status()> interrupted;
   };
   enum class State { Working, Waiting, Done };

@@ -135,8 +135,7 @@ Succession::State Succession::begin() {
                  "the program of another rank starts over: this op can have no result any more, "
                  "and the group must be rebuilt"});
   }
-  // An op that others redo for us is one that we do not come back to: they must hear that.
-  if (lineage_->restarts == report_.restarts && !somebody_could_not_build()) phase_ = Phase::Build;
+  if (!somebody_could_not_build()) phase_ = Phase::Build;
   return State::Working;
 }
 
@@ -267,12 +266,6 @@ Succession::State Succession::adopt(const std::string& text) {
                      ", which they had waited for; what became of the op that it was in is not "
                      "known here"});
   }
-  if (report_.restarts && decision->restarts < 0) {
-    return fail({Code::WorldTooSmall, "ranks " + joined(members) + " of " + std::to_string(size) +
-                                          " went on with an op that rank " +
-                                          std::to_string(lineage_->rank) +
-                                          " had given up by then"});
-  }
   decision_ = *decision;
   Membership next;
   next.uuid = uuid_of({std::to_string(lineage_->current->uuid), joined(members)});
@@ -281,7 +274,8 @@ Succession::State Succession::adopt(const std::string& text) {
   lineage_->current = std::make_shared<const Membership>(std::move(next));
   lineage_->tried = false;
   lineage_->restarts = decision_.restarts >= 0;
-  phase_ = Phase::Build;
+  // Made from a report of an op that was given up since then; the others may have waited in vain.
+  phase_ = ends_a_redo() && somebody_could_not_build() ? Phase::Post : Phase::Build;
   return State::Decided;
 }
 
@@ -300,7 +294,13 @@ Succession::State Succession::build() {
       communicator_->rebuild(*lineage_->current, lineage_->rank, (options_.deadline - now) / 2);
   if (not_built_.ok()) {
     lineage_->joined(lineage_->current, lineage_->rank);
-    return State::Joined;
+    if (options_.on_joined) options_.on_joined();
+    if (!ends_a_redo()) return State::Joined;
+    communicator_->abort({Code::Aborted, "rank " + std::to_string(lineage_->rank) +
+                                             " starts over: the group must be rebuilt"});
+    report_.committed = 0;
+    phase_ = Phase::Post;
+    return State::Working;
   }
   // What the system refuses us does not make us fit to shut out the others.
   if (not_built_.code == Code::Internal) return fail(not_built_);

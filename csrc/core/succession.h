@@ -69,12 +69,17 @@ struct Lineage {
 //
 // A member that sees the reports of all members that it does not know to be dead proposes those
 // that are there. So does one that has waited for long, if they are enough.
+//
+// If a program starts over after the others have decided to redo an op with it, the member joins
+// them all the same, ends that op, and agrees with them once more.
 class Succession {
  public:
   struct Options {
     TimePoint deadline{};
-    std::optional<int> min_size;       // of the world to go on with; unset: see enough()
-    std::function<void()> on_joining;  // called before a group is built
+    std::optional<int> min_size;  // of the world to go on with; unset: see enough()
+    // The rest may be left out. Called before the group is built with another membership, and when
+    // it was.
+    std::function<void()> on_joining, on_joined;
   };
   enum class State {
     Working,  // step again
@@ -101,6 +106,7 @@ class Succession {
   enum class Phase { Begin, Post, Look, Propose, Build };
 
   State begin();
+  bool ends_a_redo() const { return report_.restarts && !lineage_->restarts; }
   bool somebody_could_not_build();
   State post();
   State look();

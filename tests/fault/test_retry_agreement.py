@@ -35,9 +35,10 @@ def abort_or_rebuild(me: Rank, who: int, call: str, recovering: bool) -> None:
         time.sleep(0.3)
         function()
     elif me.rank == 3:
-        time.sleep(0.6)
+        me.store().wait(["aborted"])
     if not starts_over or who == 0:
         raises(gd.CollectiveAborted)
+        me.store().set("aborted", "")
     if not starts_over:
         raises(gd.CollectiveAborted)
         gd.rebuild()
@@ -56,30 +57,24 @@ def test_start_over(who, call, recovering, tmp_path):
         ranks.join(lost=(1,) if recovering else ())
 
 
-class Mortal(dist.Store):
-    """A store that its client dies of: before or after the n-th question of a kind."""
+class Watched(dist.Store):
+    """Another store, whose client does as it is told before and after each question."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
         self.store = store
-        self.plan: tuple[str, str, int] | None = None
-        self.waits = False  # for whoever is to decide first
+
+    def before(self, name: str, *args: Any) -> None: ...
+
+    def after(self, name: str, *args: Any) -> None: ...
 
 
 def _forward(name: str) -> Callable[..., Any]:
-    def ask(self: Mortal, *args: Any) -> Any:
-        if name == "compare_set" and self.waits:
-            self.store.wait(["decided"])
-        if self.plan and self.plan[0] == name:
-            _, when, n = self.plan
-            self.plan = (name, when, n - 1)
-            if n == 1:
-                if when == "after":
-                    getattr(self.store, name)(*args)
-                if name == "compare_set":
-                    self.store.set("decided", "")
-                die()
-        return getattr(self.store, name)(*args)
+    def ask(self: Watched, *args: Any) -> Any:
+        self.before(name, *args)
+        answer = getattr(self.store, name)(*args)
+        self.after(name, *args)
+        return answer
 
     return ask
 
@@ -88,7 +83,80 @@ for _name in (
     *("set", "get", "add", "check", "wait", "compare_set", "multi_get", "multi_set"),
     *("delete_key", "num_keys", "set_timeout", "has_extended_api"),
 ):
-    setattr(Mortal, _name, _forward(_name))
+    setattr(Watched, _name, _forward(_name))
+
+
+class RedoneWithoutIt(Watched):
+    """Says that its program starts over only when the others redo the op that it was in."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__(store)
+        self.report = ""
+        self.reported = threading.Event()
+
+    def before(self, name: str, *args: Any) -> None:
+        if name == "set" and args[0] == self.report:
+            # No wait: that would keep the client from the other thread.
+            while not self.store.check([self.report.split("/report/")[0] + "/decision"]):
+                time.sleep(0.001)
+
+    def after(self, name: str, *args: Any) -> None:
+        if name == "set" and "/report/" in args[0]:
+            self.report = args[0]
+            self.reported.set()
+
+
+def start_over_too_late(me: Rank) -> None:
+    store = RedoneWithoutIt(me.store())
+    me.init(store=store if me.rank == 0 else me.store())
+    reduce(me, [0, 1, 2, 3])
+    if me.rank == 1:
+        die()
+    thread = threading.Thread(target=lambda: store.reported.wait(30) and gd.rebuild())
+    if me.rank == 0:
+        thread.start()
+    elif me.rank == 3:
+        me.store().wait(["aborted"])
+    raises(gd.CollectiveAborted)
+    me.store().set("aborted", "")
+    if me.rank == 0:
+        thread.join()
+    else:
+        gd.rebuild()
+    assert reduce(me, [0, 2, 3]) == ((0, 2, 3), 1)
+    check_group(3)
+
+
+def test_start_over_when_others_redo(tmp_path):
+    """The others have decided to redo an op with a rank that rebuilds: it is not left out."""
+    with Ranks(start_over_too_late, 4, tmp_path, init=False) as ranks:
+        ranks.join(lost=(1,))
+
+
+class Mortal(Watched):
+    """A store that its client dies of: before or after the n-th question of a kind."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__(store)
+        self.plan: tuple[str, str, int] | None = None
+        self.waits = False  # for whoever is to decide first
+
+    def before(self, name: str, *args: Any) -> None:
+        if name == "compare_set" and self.waits:
+            self.store.wait(["decided"])
+        self.count_down(name, "before")
+
+    def after(self, name: str, *args: Any) -> None:
+        self.count_down(name, "after")
+
+    def count_down(self, name: str, when: str) -> None:
+        if self.plan is None or self.plan[:2] != (name, when):
+            return
+        self.plan = (name, when, self.plan[2] - 1)
+        if self.plan[2] == 0:
+            if name == "compare_set":
+                self.store.set("decided", "")
+            die()
 
 
 def die_on_the_way(me: Rank, plans: dict[int, tuple[str, str, int]]) -> None:
