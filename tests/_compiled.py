@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from torch_gpumode.optim import FusedOptimizer
 
-SHAPES = [(7,), (5, 6), (), (2, 3, 4), (0, 3), (300,)]
+SHAPES = [(7,), (5, 6), (), (2, 3, 4), (0, 3), (300,), (67, 80)]
 
 
 class Pair:

@@ -15,6 +15,7 @@ template <class T>
 struct AdamUpdate {
   static constexpr unsigned kAccess = kAll;
   static constexpr int kNumStates = 3;
+  static constexpr unsigned kSquares = 0b110;
   static constexpr int kNumSums = 0;
 
   Gradient<T> gradient;

@@ -5,6 +5,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "optim/blocks.h"
 #include "optim/update.h"
 
 // One pass of an update over a piece of a tensor, on the CPU. Values are widened into short buffers
@@ -138,6 +139,51 @@ GPUMODE_HD void store(const Job& job, const Operand& operand, int64_t begin, int
   }
 }
 
+// ---------------------------------------------------------------------------- states of 8 bits
+
+// They lie as the elements do, and chunks begin where blocks do.
+static_assert(kChunk % kBlock == 0);
+
+template <class Format, class T>
+GPUMODE_HD void load_blocks(const Job& job, const Operand& operand, int64_t begin, int length,
+                            T* buffer) {
+  const auto* codes = static_cast<const uint8_t*>(operand.data);
+  const uint8_t* exponents = codes + block_exponents_offset(job.numel) + begin / kBlock;
+  codes += begin;
+  for (int first = 0; first < length; first += kBlock) {
+    const float scale = Format::Magnitude::scale(*exponents++);
+    const int end = std::min(first + kBlock, length);
+#pragma GCC ivdep
+    for (int i = first; i < end; ++i) buffer[i] = static_cast<T>(Format::widen(codes[i], scale));
+  }
+}
+
+template <class Format, class T>
+GPUMODE_HD void store_blocks(const Job& job, const Operand& operand, int64_t begin, int length,
+                             const T* values, uint32_t random_key) {
+  using Magnitude = typename Format::Magnitude;
+  auto* codes = static_cast<uint8_t*>(operand.data);
+  uint8_t* exponents = codes + block_exponents_offset(job.numel) + begin / kBlock;
+  codes += begin;
+  for (int first = 0; first < length; first += kBlock) {
+    const int end = std::min(first + kBlock, length);
+    uint32_t largest = 0;
+    for (int i = first; i < end; ++i) {
+      const uint32_t u = bits_of(Format::magnitude(static_cast<float>(values[i]))) & 0x7fffffffu;
+      largest = u > largest ? u : largest;
+    }
+    const uint32_t exponent = Magnitude::exponent(largest);
+    const float inverse_scale = Magnitude::inverse_scale(exponent);
+    *exponents++ = static_cast<uint8_t>(exponent);
+    const auto index = static_cast<uint32_t>(begin);
+#pragma GCC ivdep
+    for (int i = first; i < end; ++i) {
+      const uint32_t random = random_bits(random_key, index + static_cast<uint32_t>(i));
+      codes[i] = Format::narrow(static_cast<float>(values[i]), inverse_scale, random);
+    }
+  }
+}
+
 // -------------------------------------------------------------------------------- the parameter
 
 // Where the parameter is not what was rounded from its master, somebody has written it since.
@@ -225,10 +271,15 @@ GPUMODE_HD void run_chunk(const Job& job, const StepOptions& options, const Upda
   if (kAccess & kReadsGrad) g = load(job, job.grad, begin, length, g_buffer);
   for (int k = 0; k < kStates; ++k) {
     s[k] = s_buffer[k];
-    if (job.states[k].data != nullptr) {
-      s[k] = load(job, job.states[k], begin, length, s_buffer[k]);
-    } else {
+    const Operand& state = job.states[k];
+    if (state.data == nullptr) {
       std::fill_n(s_buffer[k], length, T(0));
+    } else if (state.dtype != DType::U8) {
+      s[k] = load(job, state, begin, length, s_buffer[k]);
+    } else if (Update::kSquares >> k & 1) {
+      load_blocks<Square8>(job, state, begin, length, s_buffer[k]);
+    } else {
+      load_blocks<Signed8>(job, state, begin, length, s_buffer[k]);
     }
   }
   const T factor = static_cast<T>(options.grad_factor);
@@ -252,9 +303,17 @@ GPUMODE_HD void run_chunk(const Job& job, const StepOptions& options, const Upda
     store_param(job, begin, length, p, job.stochastic ? &random : nullptr);
   }
   for (uint32_t k = 0; k < kStates && kAccess & kWritesStates; ++k) {
-    if (job.states[k].data == nullptr) continue;
-    const uint32_t random = job.stochastic ? key(1 + k) : 0;
-    store(job, job.states[k], begin, length, s[k], job.stochastic ? &random : nullptr);
+    const Operand& state = job.states[k];
+    if (state.data == nullptr) continue;
+    const bool is_packed = state.dtype == DType::U8;
+    const uint32_t random = job.stochastic || is_packed ? key(1 + k) : 0;
+    if (!is_packed) {
+      store(job, state, begin, length, s[k], job.stochastic ? &random : nullptr);
+    } else if (Update::kSquares >> k & 1) {
+      store_blocks<Square8>(job, state, begin, length, s[k], random);
+    } else {
+      store_blocks<Signed8>(job, state, begin, length, s[k], random);
+    }
   }
   for (int k = 0; k < kSums; ++k) sums[k] += sum(terms[k], length);
 }

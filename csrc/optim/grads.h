@@ -15,6 +15,7 @@ template <class T>
 struct GradNorm {
   static constexpr unsigned kAccess = kReadsGrad;
   static constexpr int kNumStates = 0;
+  static constexpr unsigned kSquares = 0;
   static constexpr int kNumSums = 1;
 
   GPUMODE_HD explicit GradNorm(const Job& /*job*/) {}
@@ -26,6 +27,7 @@ template <class T>
 struct GradScale {
   static constexpr unsigned kAccess = kReadsParam | kWritesParam | kReadsGrad;
   static constexpr int kNumStates = 0;
+  static constexpr unsigned kSquares = 0;
   static constexpr int kNumSums = 0;
 
   GPUMODE_HD explicit GradScale(const Job& /*job*/) {}

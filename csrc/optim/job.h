@@ -18,7 +18,7 @@ constexpr int kMaxDims = 25;  // as many as torch's own kernels take, after dime
 struct Operand {
   void* data = nullptr;              // nullptr: there is none
   const int64_t* strides = nullptr;  // in elements, per dimension; nullptr: as the elements lie
-  DType dtype = DType::F32;
+  DType dtype = DType::F32;          // U8: a state in blocks, see blocks.h; it has no strides
 };
 
 // Where the exact value of a parameter in half precision is kept.

@@ -43,6 +43,7 @@ template <class T>
 struct LambMoments {
   static constexpr unsigned kAccess = kReadsParam | kReadsGrad | kReadsStates | kWritesStates;
   static constexpr int kNumStates = 2;
+  static constexpr unsigned kSquares = 0b10;
   static constexpr int kNumSums = 2;
 
   LambDirection<T> direction;
@@ -63,6 +64,7 @@ template <class T>
 struct LambApply {
   static constexpr unsigned kAccess = kReadsParam | kWritesParam | kReadsStates | kIsOfItsTensor;
   static constexpr int kNumStates = 2;
+  static constexpr unsigned kSquares = 0b10;
   static constexpr int kNumSums = 0;
 
   LambDirection<T> direction;

@@ -13,6 +13,7 @@ template <class T>
 struct LionUpdate {
   static constexpr unsigned kAccess = kAll;
   static constexpr int kNumStates = 1;
+  static constexpr unsigned kSquares = 0;
   static constexpr int kNumSums = 0;
 
   Gradient<T> gradient;

@@ -16,6 +16,7 @@ template <class T>
 struct MuonDirection {
   static constexpr unsigned kAccess = kReadsGrad | kReadsStates | kWritesStates;
   static constexpr int kNumStates = 2;
+  static constexpr unsigned kSquares = 0;
   static constexpr int kNumSums = 0;
 
   T momentum, rest;
@@ -40,6 +41,7 @@ template <class T>
 struct MuonApply {
   static constexpr unsigned kAccess = kReadsParam | kWritesParam | kReadsStates | kIsOfItsTensor;
   static constexpr int kNumStates = 1;
+  static constexpr unsigned kSquares = 0;
   static constexpr int kNumSums = 0;
 
   T keep, lr;

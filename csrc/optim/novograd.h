@@ -19,6 +19,7 @@ template <class T>
 struct NovogradUpdate {
   static constexpr unsigned kAccess = kAll | kIsOfItsTensor | kWritesScalar;
   static constexpr int kNumStates = 1;
+  static constexpr unsigned kSquares = 0;
   static constexpr int kNumSums = 0;
 
   T sign, lr, beta1, rest1, inverse1, inverse2, decay;

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "optim/blocks.h"
+
 namespace gpumode::optim {
 namespace {
 
@@ -18,6 +20,8 @@ DType dtype_of(const at::Tensor& tensor) {
       return DType::F64;
     case at::kShort:
       return DType::I16;
+    case at::kByte:
+      return DType::U8;
     default:
       return DType::F32;
   }
@@ -34,6 +38,13 @@ bool same_order(const at::Tensor& param, const at::Tensor& other) {
 bool is_supported(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf ||
          dtype == at::kDouble;
+}
+
+bool is_in_blocks(const at::Tensor& param, const at::Tensor& state) {
+  return state.scalar_type() == at::kByte && state.layout() == at::kStrided && state.dim() == 1 &&
+         state.is_contiguous() && state.numel() == blocks_nbytes(param.numel()) &&
+         param.is_contiguous() && param.scalar_type() != at::kDouble && param.is_cpu() &&
+         state.is_cpu();
 }
 
 Operand operand(const at::Tensor& tensor) {
@@ -59,6 +70,15 @@ void check_grad(const at::Tensor& param, const at::Tensor& grad) {
 
 void check_state(const at::Tensor& param, const at::Tensor& state, const char* what,
                  at::ScalarType dtype) {
+  if (dtype == at::ScalarType::Undefined) {
+    if (is_in_blocks(param, state)) return;
+    TORCH_CHECK(state.scalar_type() != at::kByte, "the ", what, " of a parameter of shape ",
+                param.sizes(), ", ", param.scalar_type(), " on ", param.device(),
+                param.is_contiguous() ? "" : " and not contiguous", ", is in blocks of 8 bits, of ",
+                state.sizes(), " bytes on ", state.device(), ": expected ",
+                blocks_nbytes(param.numel()),
+                " bytes, of a contiguous parameter on the CPU that is not float64");
+  }
   TORCH_CHECK(state.sizes() == param.sizes(), "the ", what, " of a parameter of shape ",
               param.sizes(), " has the shape ", state.sizes());
   TORCH_CHECK(state.device() == param.device(), "the ", what, " of a parameter on ", param.device(),

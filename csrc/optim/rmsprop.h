@@ -14,6 +14,7 @@ template <class T>
 struct RmspropUpdate {
   static constexpr unsigned kAccess = kAll;
   static constexpr int kNumStates = 3;
+  static constexpr unsigned kSquares = 0b1;
   static constexpr int kNumSums = 0;
 
   Gradient<T> gradient;

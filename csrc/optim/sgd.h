@@ -14,6 +14,7 @@ template <class T>
 struct SgdUpdate {
   static constexpr unsigned kAccess = kAll;
   static constexpr int kNumStates = 1;
+  static constexpr unsigned kSquares = 0;
   static constexpr int kNumSums = 0;
 
   Gradient<T> gradient;

@@ -105,9 +105,12 @@ bool Table::is_plain(const Param& param, const at::Tensor& grad) const {
            (other.layout() == at::kStrided && other.is_contiguous() && other.sizes() == p.sizes() &&
             other.device() == p.device() && is_supported(other.scalar_type()));
   };
+  const auto fits_as_state = [&](const at::Tensor& state) {
+    return fits(state) || is_in_blocks(p, state);
+  };
   return param.state->master_kind == Master::None && p.is_contiguous() &&
          is_supported(p.scalar_type()) && fits(grad) &&
-         std::all_of(param.state->states.begin(), param.state->states.end(), fits);
+         std::all_of(param.state->states.begin(), param.state->states.end(), fits_as_state);
 }
 
 Operands Table::operands(Job* job, const Param& param, const at::Tensor& grad) const {
@@ -118,7 +121,13 @@ Operands Table::operands(Job* job, const Param& param, const at::Tensor& grad) c
     job->master_kind = state.master_kind;
     if (state.master.defined()) all.emplace_back(&state.master, &job->master);
     for (int k = 0; k < rule_.num_states; ++k) {
-      if (state.states[k].defined()) all.emplace_back(&state.states[k], &job->states[k]);
+      const at::Tensor& one = state.states[k];
+      if (!one.defined()) continue;
+      if (one.scalar_type() == at::kByte) {
+        job->states[k] = operand(one);
+      } else {
+        all.emplace_back(&one, &job->states[k]);
+      }
     }
   }
   for (const auto& [tensor, of_job] : all) *of_job = operand(*tensor);

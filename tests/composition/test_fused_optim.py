@@ -15,6 +15,7 @@ from _ranks import Rank, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from torch_gpumode import optim
@@ -159,3 +160,31 @@ def attached(me: Rank) -> None:
 
 def test_attached(tmp_path):
     run(attached, 3, tmp_path)
+
+
+def eight_bits(me: Rank) -> None:
+    """Each rank packs its shard; checkpoints have DTensors of float32."""
+    torch.manual_seed(0)
+    model = nn.Linear(100, 300, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (me.size,)))
+    param = model.weight
+    optimizer = optim.FusedAdamW(model.parameters(), state_dtype=torch.uint8)
+    for _ in range(2):
+        model(torch.randn(4, 100)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.state[param]["exp_avg"].dtype == torch.uint8
+    saved = optimizer.state_dict()
+    kept = saved["state"][0]["exp_avg"]
+    assert isinstance(kept, DTensor)
+    assert kept.shape == param.shape
+    assert kept.placements == param.placements
+    again = optim.FusedAdamW(model.parameters(), state_dtype=torch.uint8)
+    again.load_state_dict(saved)
+    assert again.state[param]["exp_avg"].dtype == torch.uint8
+    for key, value in again.state_dict()["state"][0].items():
+        assert torch.equal(whole(value), whole(saved["state"][0][key]))
+
+
+def test_states_of_8_bits(tmp_path):
+    run(eight_bits, 2, tmp_path)

@@ -19,6 +19,16 @@ def local(tensor: Tensor) -> Tensor:
     return part.wait() if isinstance(part, AsyncCollectiveTensor) else part
 
 
+def with_part(like: Tensor, part: Tensor) -> Tensor:
+    """Returns the tensor that has this part here and is laid out as `like`, else what is given."""
+    if not isinstance(like, DTensor):
+        return part
+    mesh, shape, stride = like.device_mesh, like.shape, like.stride()
+    return DTensor.from_local(
+        part, mesh, like.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
 def local_grad(param: DTensor) -> Tensor | None:
     """Returns this process's part of a gradient, laid out over the mesh as its parameter is.
 

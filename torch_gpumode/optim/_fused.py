@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from torch_gpumode.optim import _traced
+from torch_gpumode.optim import _blocks, _traced
+from torch_gpumode.optim._dtensor import local, with_part
 from torch_gpumode.optim._groups import LiveHyper, adopted
 from torch_gpumode.optim._precision import DTYPES, Precision, PrecisionOptions
 from torch_gpumode.optim._scaling import Scaling
@@ -46,8 +47,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             the memory; None: nowhere. Other parameters need none.
         stochastic_rounding: what is stored as bfloat16 is rounded up or down by chance, so that the
             average is right. The same `seed`, step and order of parameters give the same bits.
-        state_dtype: of new states: torch.float32 or torch.bfloat16; None: float32. Those of
-            float64 parameters are float64. Loaded states keep the dtype that they have.
+        state_dtype: of new states: torch.float32, torch.bfloat16, or torch.uint8: 8-bit floats with
+            a scale for each block of 128 elements, rounded stochastically, 1.008 bytes an element;
+            None: float32. Those of float64 parameters are float64. With torch.uint8, states are
+            float32 where a parameter has fewer than 4,096 elements or is not contiguous, and
+            checkpoints have float32 for all of them, which holds what they are exactly; parameters
+            must be on the CPU, so far. Loaded states keep the dtype that they have otherwise.
         seed: of stochastic rounding.
 
     Parameters are float32, bfloat16, float16 or float64, of any layout; gradients are any of these,
@@ -66,6 +71,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     # Of a group: what `_hyper` and the table of parameters are made from.
     _keys: ClassVar[tuple[str, ...]]
     _has_scalar: ClassVar[bool] = False
+    # Those states that are never negative: kSquares of the rule.
+    _squares: ClassVar[frozenset[str]] = frozenset()
     # Whether a checkpoint of our namesake has it; random bits depend on it, too.
     _saves_step: ClassVar[bool] = True
     # GradScaler then leaves unscaling, and what to do about infinities, to `step`.
@@ -122,6 +129,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Returns what a new state is filled with."""
         return 0.0
 
+    def _needs_exact(self, group: dict[str, Any], name: str) -> bool:
+        """Returns whether a state must not be packed."""
+        return False
+
     def _make_table(self, device: torch.device, params: Collection[Tensor]) -> ParamTable:
         """Returns a table of these parameters, all of which are on `device`."""
         return ParamTable(self, device, params)
@@ -162,6 +173,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             if param.dtype == torch.float16 and self.precision.stochastic_rounding:
                 raise ValueError(
                     "stochastic_rounding: is for parameters of bfloat16, and one is of float16"
+                )
+            if self.precision.packs and param.device.type != "cpu":
+                raise ValueError(
+                    f"state_dtype: torch.uint8 is for parameters on the CPU, so far, and one is on "
+                    f"{param.device}"
                 )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -242,6 +258,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         def plain(_: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
             for key, kept in saved["state"].items():
                 saved["state"][key] = dict(kept) if isinstance(kept, dict) else kept
+            for number, (_group, param) in enumerate(self._params()):
+                kept = saved["state"].get(number)
+                for name in kept if isinstance(kept, dict) else ():
+                    kept[name] = self._unpacked(param, name, kept[name])
 
         hook = self.register_state_dict_post_hook(plain, prepend=True)  # before the user's
         try:
@@ -272,6 +292,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                 for name, value in kept.items() if isinstance(kept, dict) else ():
                     if isinstance(value, _AsSaved):
                         kept[name] = value.tensor.to(device=param.device)
+            for group, param in self._params():
+                state: Any = self.state.get(param, {})
+                for name in self._state_names(group) if isinstance(state, dict) else ():
+                    if name is not None and isinstance(state.get(name), Tensor):
+                        state[name] = self._packed(param, group, name, state[name])
 
         # After the user's hooks, and before them.
         hooks = [
@@ -295,7 +320,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         # Who has lost its averages starts over.
         step = 0.0 if names and not has_any else state.get("step", float(has_any))
         step = one_number(step, param.device)
-        if self._saves_step or self.precision.stochastic_rounding:
+        if self._saves_step or self.precision.uses_chance:
             state.add("step", step)
         else:  # one tensor for all that update it, eagerly or compiled
             if state.unsaved_step is None or not has_any:
@@ -305,7 +330,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         for name in names:
             if not isinstance(state.get(name), Tensor):
                 value = self._initial(name, group)
-                state.add(name, torch.full_like(param, value, dtype=dtype, requires_grad=False))
+                new = torch.full_like(param, value, dtype=dtype, requires_grad=False)
+                state.add(name, self._packed(param, group, name, new))
+            elif self._needs_exact(group, name):  # since a hyper-parameter was changed
+                state.add(name, self._unpacked(param, name, state[name]))
         if self._has_scalar:
             state.add("exp_avg_sq", one_number(state.get("exp_avg_sq", 0.0), param.device))
         master = self.precision.master_of(param.dtype)
@@ -317,6 +345,30 @@ class FusedOptimizer(torch.optim.Optimizer):
         if state:
             self.state.add(param, state)  # type: ignore[attr-defined]
         return {**state, "step": step}
+
+    # -------------------------------------------------------------------------- states of 8 bits
+
+    def _params(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        """Yields all parameters with their groups, in the order of their numbers."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                yield group, param
+
+    def _packed(self, param: Tensor, group: dict[str, Any], name: str, state: Tensor) -> Tensor:
+        """Returns a state as it is kept: in blocks if that was asked for, and it can be."""
+        part, values = local(param), local(state)
+        if not self.precision.packs or self._needs_exact(group, name):
+            return state
+        if not _blocks.can_have_blocks(part) or values.shape != part.shape:
+            return state
+        return _blocks.pack(values, name in self._squares)
+
+    def _unpacked(self, param: Tensor, name: str, state: Any) -> Any:
+        """Returns a state as it is saved."""
+        part = local(param)
+        if not _blocks.is_packed(state, part):
+            return state
+        return with_part(param, _blocks.unpack(state, part, name in self._squares))
 
     # ------------------------------------------------------------------------------------ step
 

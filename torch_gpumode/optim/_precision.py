@@ -9,7 +9,7 @@ import torch
 
 MASTERS: tuple[str | None, ...] = (None, "fp32", "remainder16")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-STATE_DTYPES = (None, torch.float32, torch.bfloat16)
+STATE_DTYPES = (None, torch.float32, torch.bfloat16, torch.uint8)
 
 
 class PrecisionOptions(TypedDict, total=False):
@@ -45,5 +45,17 @@ class Precision:
         return self.master if dtype in (torch.bfloat16, torch.float16) else None
 
     def state_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype of new states of a parameter of this dtype."""
-        return dtype if dtype == torch.float64 else self.state_dtype or torch.float32
+        """Returns the dtype of new states of a parameter of this dtype, unless they are packed."""
+        if dtype == torch.float64:
+            return dtype
+        return torch.bfloat16 if self.state_dtype == torch.bfloat16 else torch.float32
+
+    @property
+    def packs(self) -> bool:
+        """Returns whether states are of 8 bits."""
+        return self.state_dtype == torch.uint8
+
+    @property
+    def uses_chance(self) -> bool:
+        """Returns whether a step depends on random bits, and so on its number."""
+        return self.stochastic_rounding or self.packs

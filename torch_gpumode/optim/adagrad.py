@@ -20,6 +20,7 @@ class FusedAdagrad(FusedOptimizer):
     """
 
     _rule = "adagrad"
+    _squares = frozenset({"sum"})
     _keys = ("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value", "maximize")
 
     def __init__(

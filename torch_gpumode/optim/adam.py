@@ -26,6 +26,7 @@ class FusedAdam(FusedOptimizer):
     """
 
     _rule = "adam"
+    _squares = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
     _keys = (
         "lr",
         "betas",

@@ -34,6 +34,7 @@ class FusedLAMB(FusedOptimizer):
     """
 
     _rule = "lamb"
+    _squares = frozenset({"exp_avg_sq"})
     _keys = (
         "lr",
         "betas",

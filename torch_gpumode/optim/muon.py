@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from torch_gpumode.optim._dtensor import local
+from torch_gpumode.optim._dtensor import local, with_part
 from torch_gpumode.optim._fused import (
     FusedOptimizer,
     Params,
@@ -158,11 +158,9 @@ class _MuonTable(ParamTable):
         param = self._params[index]
         assert isinstance(param, DTensor)
         mesh, everywhere = param.device_mesh, [Replicate()] * param.device_mesh.ndim
-        shape, stride = param.shape, param.stride()
-        part = DTensor.from_local(
-            direction, mesh, param.placements, run_check=False, shape=shape, stride=stride
-        )
-        matrix = part.redistribute(mesh, everywhere).to_local()
+        whole = with_part(param, direction)
+        assert isinstance(whole, DTensor)
+        matrix = whole.redistribute(mesh, everywhere).to_local()
         matrix = newton_schulz(matrix[None], *self._iteration(index))[0].contiguous()
         whole = DTensor.from_local(matrix, mesh, everywhere, run_check=False)
         direction.copy_(local(whole.redistribute(mesh, param.placements)))

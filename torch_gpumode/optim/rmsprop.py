@@ -21,6 +21,7 @@ class FusedRMSprop(FusedOptimizer):
     """
 
     _rule = "rmsprop"
+    _squares = frozenset({"square_avg"})
     _keys = ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize")
 
     def __init__(
@@ -61,6 +62,10 @@ class FusedRMSprop(FusedOptimizer):
             weight_decay="weight_decay value",
             alpha="alpha value",
         )
+
+    def _needs_exact(self, group: dict[str, Any], name: str) -> bool:
+        # The variance is their difference, of which rounding each would leave nothing.
+        return group["centered"] and name != "momentum_buffer"
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
         return (
