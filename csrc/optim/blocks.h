@@ -10,8 +10,8 @@
 // floats that the 8 bits are count from there. All scales are powers of two, so that scaling is
 // exact and an element keeps its bits while the largest one moves. In memory the codes of a tensor
 // come first, one byte each, then from a multiple of 16 bytes on one exponent for each block,
-// biased as a float's. A tensor of zero bytes is zero. In a block that has a NaN or a magnitude
-// of 1.6e38 or more, all values are NaN.
+// biased as a float's. A tensor of zero bytes is zero. A block that has a NaN, or what is more than
+// the largest code of the largest exponent, is NaN as a whole.
 //
 // What is stored is always rounded by chance: the 0.1 % that an average changes in a step are less
 // than half of the distance between two codes, and would be lost.
@@ -25,8 +25,9 @@ GPUMODE_HD int64_t blocks_nbytes(int64_t numel) {
   return block_exponents_offset(numel) + (numel + kBlock - 1) / kBlock;
 }
 
-// A magnitude of 4 bits of exponent and kMantissa of mantissa, without infinities.
-template <int kMantissa>
+// A magnitude of 4 bits of exponent and kMantissa of mantissa, without infinities; of a block, the
+// exponent is at most kMost.
+template <int kMantissa, uint32_t kMost>
 struct Magnitude8 {
   static constexpr int kShift = 23 - kMantissa;
   static constexpr uint32_t kSmallestNormal = 113;  // biased, of a block whose exponent is 127
@@ -38,7 +39,7 @@ struct Magnitude8 {
   // Of a block, from the bits of its largest magnitude, which is no more than the largest code.
   static GPUMODE_HD uint32_t exponent(uint32_t largest) {
     const uint32_t e = (largest + ((1u << kShift) - 1u)) >> 23;
-    return e >= 254u ? kNotFinite : (e < kLeastExponent ? kLeastExponent : e);
+    return e > kMost ? kNotFinite : (e < kLeastExponent ? kLeastExponent : e);
   }
   // What codes are multiplied by, and magnitudes before they become codes.
   static GPUMODE_HD float scale(uint32_t exponent) {
@@ -65,7 +66,7 @@ struct Magnitude8 {
 
 // Of any sign.
 struct Signed8 {
-  using Magnitude = Magnitude8<3>;
+  using Magnitude = Magnitude8<3, 253>;  // below 1.6e38
   static GPUMODE_HD float magnitude(float x) { return float_of(bits_of(x) & 0x7fffffffu); }
   static GPUMODE_HD float widen(uint8_t code, float scale) {
     const float x = Magnitude::widen(code & 0x7fu, scale);
@@ -81,7 +82,7 @@ struct Signed8 {
 // Squares, or averages of them: the root is kept. One that is not zero never becomes zero, since
 // steps are divided by it.
 struct Square8 {
-  using Magnitude = Magnitude8<4>;
+  using Magnitude = Magnitude8<4, 190>;  // whose square is a float: below 3.2e38
   static GPUMODE_HD float magnitude(float x) { return root(x); }
   static GPUMODE_HD float widen(uint8_t code, float scale) {
     const float x = Magnitude::widen(code, scale);

@@ -73,11 +73,13 @@ void check_state(const at::Tensor& param, const at::Tensor& state, const char* w
   if (dtype == at::ScalarType::Undefined) {
     if (is_in_blocks(param, state)) return;
     TORCH_CHECK(state.scalar_type() != at::kByte, "the ", what, " of a parameter of shape ",
-                param.sizes(), ", ", param.scalar_type(), " on ", param.device(),
-                param.is_contiguous() ? "" : " and not contiguous", ", is in blocks of 8 bits, of ",
-                state.sizes(), " bytes on ", state.device(), ": expected ",
+                param.sizes(), " is in blocks of 8 bits, and has ", state.numel(), " bytes in ",
+                state.dim(), " dimensions on ", state.device(), "; the parameter is of ",
+                param.scalar_type(), " on ", param.device(),
+                param.is_contiguous() ? ", contiguous" : ", and not contiguous", ": expected ",
                 blocks_nbytes(param.numel()),
-                " bytes, of a contiguous parameter on the CPU that is not float64");
+                " bytes in one dimension, contiguous, of a contiguous parameter on the CPU that is "
+                "not of float64");
   }
   TORCH_CHECK(state.sizes() == param.sizes(), "the ", what, " of a parameter of shape ",
               param.sizes(), " has the shape ", state.sizes());

@@ -21,7 +21,7 @@ std::unique_ptr<Table> Table::make(const std::string& rule_name, at::Device devi
 
 int64_t Table::add(const at::Tensor& param, const at::Tensor& owner, int64_t group,
                    int64_t number) {
-  params_.push_back({param, owner, {}, group, number, std::nullopt});
+  params_.push_back({param, owner, {}, group, number, std::nullopt, nullptr});
   return static_cast<int64_t>(params_.size()) - 1;
 }
 
@@ -30,6 +30,11 @@ void Table::set_state(int64_t index, ParamState state) {
   Param& param = params_.at(static_cast<size_t>(index));
   if (!param.state) ++num_with_state_;
   param.state = std::move(state);
+  const std::vector<at::Tensor>& states = param.state->states;
+  const bool has_blocks = std::any_of(states.begin(), states.end(), [](const at::Tensor& one) {
+    return one.defined() && one.scalar_type() == at::kByte;
+  });
+  param.sizes.reset(has_blocks ? new std::vector<int64_t>(param.param.sizes().vec()) : nullptr);
   param.is_new = true;
 }
 
@@ -82,6 +87,9 @@ void Table::check(const Param& param, const at::Tensor& grad) const {
   for (const at::Tensor& state : param.state->states) {
     if (state.defined()) check_state(param.param, state, "state");
   }
+  TORCH_CHECK(param.sizes == nullptr || param.param.sizes() == *param.sizes,
+              "the state of a parameter of shape ", param.param.sizes(), " has the shape ",
+              *param.sizes);
   for (const at::Tensor& number : {param.state->step, param.state->scalar}) {
     if (number.defined()) check_number(param.param, number);
   }
@@ -109,7 +117,8 @@ bool Table::is_plain(const Param& param, const at::Tensor& grad) const {
     return fits(state) || is_in_blocks(p, state);
   };
   return param.state->master_kind == Master::None && p.is_contiguous() &&
-         is_supported(p.scalar_type()) && fits(grad) &&
+         (param.sizes == nullptr || p.sizes() == *param.sizes) && is_supported(p.scalar_type()) &&
+         fits(grad) &&
          std::all_of(param.state->states.begin(), param.state->states.end(), fits_as_state);
 }
 

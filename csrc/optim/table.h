@@ -89,6 +89,8 @@ class Table {
     at::Tensor param, owner, grad;
     int64_t group, number;
     std::optional<ParamState> state;
+    // Of the parameter, where it has states in blocks, which have no shape.
+    std::unique_ptr<const std::vector<int64_t>> sizes = nullptr;
     bool is_new = true;  // has changed in a way that the device's side must hear of
   };
 

@@ -5,6 +5,8 @@ For what is not done in every step: new states, and checkpoints, which have floa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -12,9 +14,13 @@ BLOCK = 128
 # Smaller parameters are not worth it.
 MIN_NUMEL = 4096
 
+_SLICE = 2**20  # elements; a multiple of BLOCK
+# Of a float's mantissa, the bits that are cut off.
+_SHIFT, _SHIFT_OF_SQUARES = 20, 19
 _LEAST_EXPONENT = 32
 _NOT_FINITE = 255
-_SMALLEST_NORMAL = 113
+_SMALLEST_NORMAL = 2.0**-14
+_FIRST = 112 << 23
 
 
 def can_have_blocks(param: Tensor) -> bool:
@@ -26,81 +32,99 @@ def _bits(x: Tensor) -> Tensor:
     return x.view(torch.int32)
 
 
-def _num_mantissa_bits(is_squares: bool) -> int:
-    return 4 if is_squares else 3
-
-
 def _exponents_offset(numel: int) -> int:
     return -(-numel // 16) * 16
+
+
+def _nbytes(numel: int) -> int:
+    return _exponents_offset(numel) + -(-numel // BLOCK)
+
+
+def _slices(numel: int) -> Iterator[slice]:
+    """Yields parts of a tensor of that many elements, so that what is made of them stays small."""
+    for begin in range(0, numel, _SLICE):
+        yield slice(begin, min(begin + _SLICE, numel))
+
+
+def zeros(like: Tensor) -> Tensor:
+    """Returns zeros in blocks for a tensor of the shape and device of `like`."""
+    return torch.zeros(_nbytes(like.numel()), dtype=torch.uint8, device=like.device)
 
 
 def pack(values: Tensor, is_squares: bool) -> Tensor:
     """Returns values in blocks; what `unpack` returned comes back as it was, else to the nearest.
 
     Args:
-        values: contiguous, float; any shape.
+        values: any shape; float32, bfloat16 or float16.
         is_squares: none is negative, and the root is what is kept.
 
     Returns:
         [a byte each, up to a multiple of 16, and one for each block of 128], uint8.
     """
-    shift = 23 - _num_mantissa_bits(is_squares)
-    numel = values.numel()
-    num_blocks = -(-numel // BLOCK)
-    x = values.detach().float().reshape(-1)
-    blocks = torch.nn.functional.pad(x, (0, num_blocks * BLOCK - numel)).view(num_blocks, BLOCK)
+    packed = zeros(values)
+    codes, exponents = packed[: values.numel()], packed[_exponents_offset(values.numel()) :]
+    flat = values.detach().reshape(-1)
+    for part in _slices(values.numel()):
+        found = _pack(flat[part].float(), is_squares)
+        codes[part] = found[0]
+        exponents[part.start // BLOCK : -(-part.stop // BLOCK)] = found[1]
+    return packed
+
+
+def _pack(x: Tensor, is_squares: bool) -> tuple[Tensor, Tensor]:
+    shift, most = (_SHIFT_OF_SQUARES, 190) if is_squares else (_SHIFT, 253)
+    num_blocks = -(-x.numel() // BLOCK)
+    blocks = torch.nn.functional.pad(x, (0, num_blocks * BLOCK - x.numel())).view(-1, BLOCK)
     # torch's sqrt of float32 on the CPU may be off in the last bit.
     magnitudes = blocks.double().sqrt().float() if is_squares else blocks.abs()
     largest = (_bits(magnitudes) & 0x7FFFFFFF).amax(1, keepdim=True)
     exponents = (largest.long() + (1 << shift) - 1) >> 23
-    is_finite = exponents < 254
-    exponents = exponents.clamp(min=_LEAST_EXPONENT)
-    inverse = ((254 - exponents.clamp(max=253)) << 23).int().view(torch.float32)
+    is_finite = exponents <= most
+    exponents = exponents.clamp(_LEAST_EXPONENT, most)
+    inverse = ((254 - exponents) << 23).int().view(torch.float32)
     scaled = torch.where(is_finite, magnitudes * inverse, 0.0)
-    first_normal = torch.tensor(_SMALLEST_NORMAL << 23, dtype=torch.int32).view(torch.float32)
-    bits = torch.where(
-        scaled < first_normal.item(),
-        _bits(scaled + first_normal.item()) - (1 << 23),
-        _bits(scaled),
-    )
+    is_subnormal = scaled < _SMALLEST_NORMAL
+    bits = torch.where(is_subnormal, _bits(scaled + _SMALLEST_NORMAL) - (1 << 23), _bits(scaled))
     to_nearest = (1 << (shift - 1)) - 1 + (bits >> shift & 1)
-    codes = ((bits + to_nearest) >> shift) - ((_SMALLEST_NORMAL - 1) << (23 - shift))
+    codes = ((bits + to_nearest) >> shift) - (_FIRST >> shift)
     if is_squares:
         codes = torch.where((magnitudes > 0) & is_finite, codes.clamp(min=1), codes)
     else:
         codes = codes | torch.where(is_finite, _bits(blocks) >> 24 & 0x80, 0)
-    offset = _exponents_offset(numel)
-    packed = torch.zeros(offset + num_blocks, dtype=torch.uint8, device=values.device)
-    packed[:numel] = codes.reshape(-1)[:numel]
-    packed[offset:] = torch.where(is_finite, exponents, _NOT_FINITE).reshape(-1)
-    return packed
+    exponents = torch.where(is_finite, exponents, _NOT_FINITE)
+    return codes.reshape(-1)[: x.numel()].to(torch.uint8), exponents.reshape(-1).to(torch.uint8)
 
 
 def unpack(packed: Tensor, like: Tensor, is_squares: bool) -> Tensor:
-    """Returns what is in blocks, exactly: float32, of the shape of `like`."""
-    shift = 23 - _num_mantissa_bits(is_squares)
+    """Returns what is in blocks, exactly: float32, contiguous, of the shape of `like`."""
     numel = like.numel()
-    offset = _exponents_offset(numel)
-    codes = packed[:numel].int()
-    exponents = packed[offset:].int()
-    scales = torch.where(exponents == _NOT_FINITE, 0x7FC00000, exponents << 23)
-    scales = scales.view(torch.float32).repeat_interleave(BLOCK)[:numel]
-    magnitudes = codes if is_squares else codes & 0x7F
-    bits = (magnitudes << shift) + ((_SMALLEST_NORMAL - 1) << 23)
-    first_normal = torch.tensor(_SMALLEST_NORMAL << 23, dtype=torch.int32).view(torch.float32)
-    subnormal = (bits + (1 << 23)).view(torch.float32) - first_normal.item()
-    is_subnormal = magnitudes >> (23 - shift) == 0
-    values = torch.where(is_subnormal, subnormal, bits.view(torch.float32)) * scales
-    if is_squares:
-        values = values * values
-    else:
-        values = (_bits(values) | (codes & 0x80) << 24).view(torch.float32)
+    codes, exponents = packed[:numel], packed[_exponents_offset(numel) :]
+    values = torch.empty(numel, dtype=torch.float32, device=packed.device)
+    for part in _slices(numel):
+        of_part = exponents[part.start // BLOCK : -(-part.stop // BLOCK)]
+        values[part] = _unpack(codes[part].int(), of_part.int(), is_squares)
     return values.view(like.shape)
 
 
-def is_packed(state: object, param: Tensor) -> bool:
-    """Returns whether a state of this parameter is in blocks."""
-    if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.dim() != 1:
-        return False
-    numel = param.numel()
-    return state.numel() == _exponents_offset(numel) + -(-numel // BLOCK)
+def _unpack(codes: Tensor, exponents: Tensor, is_squares: bool) -> Tensor:
+    shift = _SHIFT_OF_SQUARES if is_squares else _SHIFT
+    scales = torch.where(exponents == _NOT_FINITE, 0x7FC00000, exponents << 23)
+    scales = scales.view(torch.float32).repeat_interleave(BLOCK)[: codes.numel()]
+    magnitudes = codes if is_squares else codes & 0x7F
+    bits = (magnitudes << shift) + _FIRST
+    subnormal = (bits + (1 << 23)).view(torch.float32) - _SMALLEST_NORMAL
+    is_subnormal = magnitudes >> (23 - shift) == 0
+    values = torch.where(is_subnormal, subnormal, bits.view(torch.float32)) * scales
+    if is_squares:
+        return values * values
+    return (_bits(values) | (codes & 0x80) << 24).view(torch.float32)
+
+
+def are_blocks(state: object) -> bool:
+    """Returns whether a state is in blocks, of whatever parameter."""
+    return isinstance(state, Tensor) and state.dtype == torch.uint8 and state.dim() == 1
+
+
+def are_blocks_of(state: Tensor, param: Tensor) -> bool:
+    """Returns whether a state is in as many blocks as a parameter has."""
+    return are_blocks(state) and state.numel() == _nbytes(param.numel())

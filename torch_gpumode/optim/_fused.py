@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack, overload
 
@@ -50,9 +50,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         state_dtype: of new states: torch.float32, torch.bfloat16, or torch.uint8: 8-bit floats with
             a scale for each block of 128 elements, rounded stochastically, 1.008 bytes an element;
             None: float32. Those of float64 parameters are float64. With torch.uint8, states are
-            float32 where a parameter has fewer than 4,096 elements or is not contiguous, and
-            checkpoints have float32 for all of them, which holds what they are exactly; parameters
-            must be on the CPU, so far. Loaded states keep the dtype that they have otherwise.
+            float32 where a parameter has fewer than 4,096 elements or is not contiguous, where a
+            difference or a maximum is taken of them (RMSprop's `centered`, `amsgrad`), and in
+            checkpoints, which so hold them exactly; parameters must be on the CPU, so far. In a
+            block, what is a millionth of the largest is no longer told from less, and a NaN, or a
+            gradient beyond 1e19, spoils all: clip. Loaded states keep the dtype that they have
+            otherwise.
         seed: of stochastic rounding.
 
     Parameters are float32, bfloat16, float16 or float64, of any layout; gradients are any of these,
@@ -258,10 +261,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         def plain(_: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
             for key, kept in saved["state"].items():
                 saved["state"][key] = dict(kept) if isinstance(kept, dict) else kept
-            for number, (_group, param) in enumerate(self._params()):
+            params = [param for group in self.param_groups for param in group["params"]]
+            for number, param in enumerate(params):
                 kept = saved["state"].get(number)
                 for name in kept if isinstance(kept, dict) else ():
-                    kept[name] = self._unpacked(param, name, kept[name])
+                    kept[name] = self._saved(param, name, kept[name])
 
         hook = self.register_state_dict_post_hook(plain, prepend=True)  # before the user's
         try:
@@ -292,11 +296,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                 for name, value in kept.items() if isinstance(kept, dict) else ():
                     if isinstance(value, _AsSaved):
                         kept[name] = value.tensor.to(device=param.device)
-            for group, param in self._params():
-                state: Any = self.state.get(param, {})
-                for name in self._state_names(group) if isinstance(state, dict) else ():
-                    if name is not None and isinstance(state.get(name), Tensor):
-                        state[name] = self._packed(param, group, name, state[name])
 
         # After the user's hooks, and before them.
         hooks = [
@@ -329,11 +328,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         dtype = self.precision.state_dtype_of(param.dtype)
         for name in names:
             if not isinstance(state.get(name), Tensor):
-                value = self._initial(name, group)
-                new = torch.full_like(param, value, dtype=dtype, requires_grad=False)
-                state.add(name, self._packed(param, group, name, new))
-            elif self._needs_exact(group, name):  # since a hyper-parameter was changed
-                state.add(name, self._unpacked(param, name, state[name]))
+                state.add(name, self._new_state(param, group, name, dtype))
+                continue
+            kept = self._kept(param, group, name, state[name])
+            if kept is not state[name]:
+                state[name] = kept  # others that use the state must hear of that
         if self._has_scalar:
             state.add("exp_avg_sq", one_number(state.get("exp_avg_sq", 0.0), param.device))
         master = self.precision.master_of(param.dtype)
@@ -348,26 +347,43 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # -------------------------------------------------------------------------- states of 8 bits
 
-    def _params(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
-        """Yields all parameters with their groups, in the order of their numbers."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                yield group, param
-
-    def _packed(self, param: Tensor, group: dict[str, Any], name: str, state: Tensor) -> Tensor:
-        """Returns a state as it is kept: in blocks if that was asked for, and it can be."""
-        part, values = local(param), local(state)
+    def _packs(self, param: Tensor, group: dict[str, Any], name: str) -> bool:
         if not self.precision.packs or self._needs_exact(group, name):
-            return state
-        if not _blocks.can_have_blocks(part) or values.shape != part.shape:
+            return False
+        return _blocks.can_have_blocks(local(param))
+
+    def _new_state(
+        self, param: Tensor, group: dict[str, Any], name: str, dtype: torch.dtype
+    ) -> Tensor:
+        value = self._initial(name, group)
+        if value == 0 and self._packs(param, group, name):
+            return _blocks.zeros(local(param))
+        new = torch.full_like(param, value, dtype=dtype, requires_grad=False)
+        return self._kept(param, group, name, new)
+
+    def _kept(self, param: Tensor, group: dict[str, Any], name: str, state: Tensor) -> Tensor:
+        """Returns a state as it is to be kept: in blocks, if that is asked for and can be."""
+        part = local(param)
+        packs = self._packs(param, group, name)
+        if _blocks.are_blocks_of(state, part):
+            return state if packs else self._saved(param, name, state)
+        values = local(state)
+        is_plain = values.layout == torch.strided and values.shape == part.shape
+        is_float = values.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        if not packs or not is_plain or not is_float or values.device != part.device:
             return state
         return _blocks.pack(values, name in self._squares)
 
-    def _unpacked(self, param: Tensor, name: str, state: Any) -> Any:
-        """Returns a state as it is saved."""
+    def _saved(self, param: Tensor, name: str, state: Any) -> Any:
+        """Returns a state as checkpoints have it."""
         part = local(param)
-        if not _blocks.is_packed(state, part):
+        if not _blocks.are_blocks(state):
             return state
+        if not _blocks.are_blocks_of(state, part):
+            raise RuntimeError(
+                f"{name} of a parameter of shape {tuple(part.shape)} is in blocks of 8 bits for "
+                f"another number of elements"
+            )
         return with_part(param, _blocks.unpack(state, part, name in self._squares))
 
     # ------------------------------------------------------------------------------------ step

@@ -91,7 +91,7 @@ class ParamTable:
         precision = optimizer.precision
         self._table.set_rounding(precision.stochastic_rounding, precision.seed)
         groups = optimizer.param_groups
-        self._watch, self._num_changes = optimizer._watch, optimizer._watch.num_changes
+        self._watch = optimizer._watch
         self._params: list[Tensor] = []
         self._with_state: set[int] = set()
         self._group_of: list[Group] = []
@@ -112,6 +112,7 @@ class ParamTable:
         for index, param in enumerate(self._params):
             if optimizer.state.get(param):
                 self._hand_over(index)
+        self._num_changes = self._watch.num_changes  # which to hand over may add to
 
     def _add(self, param: Tensor, group: int, number: int) -> None:
         part = local(param)

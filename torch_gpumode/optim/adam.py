@@ -75,6 +75,10 @@ class FusedAdam(FusedOptimizer):
         )
         check_betas(group)
 
+    def _needs_exact(self, group: dict[str, Any], name: str) -> bool:
+        # The largest would be that of what rounding adds.
+        return group["amsgrad"] and name != "exp_avg"
+
     def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
         return "exp_avg", "exp_avg_sq", "max_exp_avg_sq" if group["amsgrad"] else None
 
