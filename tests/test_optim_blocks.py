@@ -14,7 +14,7 @@ from _optim import BF16, F16, F32, F64, FUSED, bits, everything, num_threads, pa
 from _optim_cases import RULES
 from torch import Tensor, nn
 
-from torch_gpumode.optim import FusedMuon, FusedOptimizer, _blocks, attach
+from torch_gpumode.optim import FusedMuon, FusedOptimizer, _blocks, _fused, attach
 
 U8 = torch.uint8
 BLOCK = 128
@@ -345,6 +345,23 @@ def test_without_8_bits_again():
     again = FUSED["AdamW"](copies)
     again.load_state_dict(optimizer.state_dict())
     assert again.state[copies[0]]["exp_avg"].dtype == F32
+
+
+def test_what_users_keep_in_the_state():
+    optimizer, params = trained()
+    mine = torch.arange(5048, dtype=U8)
+    optimizer.state[params[1]]["mine"] = mine
+    assert torch.equal(optimizer.state_dict()["state"][1]["mine"], mine)
+
+
+def test_all_states_are_known():
+    on = {"amsgrad": True, "momentum": 0.9, "centered": True}
+    for kind in (*FUSED.values(), FusedMuon):
+        optimizer = kind([parameter(torch.zeros(2, 2))], lr=0.1)
+        group = optimizer.param_groups[0]
+        names = optimizer._state_names({**group, **{key: on[key] for key in on if key in group}})
+        assert set(names) - {None} <= _fused._STATES
+        assert optimizer._squares <= set(names)
 
 
 def test_copies():

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
+# Of all rules, the states that have their parameter's shape; others are the user's own.
+_STATES = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg", "grad_avg"}
+)
+
+
 class _AsSaved:
     """Carries a tensor past torch's load_state_dict, which casts it to the parameter's dtype."""
 
@@ -377,7 +383,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _saved(self, param: Tensor, name: str, state: Any) -> Any:
         """Returns a state as checkpoints have it."""
         part = local(param)
-        if not _blocks.are_blocks(state):
+        if not self.precision.packs or name not in _STATES or not _blocks.are_blocks(state):
             return state
         if not _blocks.are_blocks_of(state, part):
             raise RuntimeError(
