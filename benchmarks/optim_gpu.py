@@ -64,6 +64,7 @@ SHAPES: dict[str, Shapes] = {
 }
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+U8 = torch.uint8
 # Optimizer, its options, dtype of parameters and gradients, bytes read and written per element.
 KINDS: dict[str, tuple[str, dict[str, Any], torch.dtype, int]] = {
     "AdamW fp32": ("AdamW", {}, F32, 28),
@@ -75,6 +76,11 @@ KINDS: dict[str, tuple[str, dict[str, Any], torch.dtype, int]] = {
     "AdamW bf16, remainder16": ("AdamW", {"master": "remainder16"}, BF16, 26),
     "AdamW bf16, master fp32": ("AdamW", {"master": "fp32"}, BF16, 30),
     "AdamW fp16, master fp32": ("AdamW", {"master": "fp32"}, F16, 30),
+    "AdamW fp32, 8 bits": ("AdamW", {"state_dtype": U8}, F32, 16),
+    "AdamW bf16, 8 bits": ("AdamW", {"state_dtype": U8}, BF16, 10),
+    "AdamW bf16, rem16, 8 bits": ("AdamW", {"state_dtype": U8, "master": "remainder16"}, BF16, 14),
+    "AdamW bf16, fp32, 8 bits": ("AdamW", {"state_dtype": U8, "master": "fp32"}, BF16, 18),
+    "Lion 8 bits": ("Lion", {"state_dtype": U8}, F32, 14),
     "SGD momentum": ("SGD", {"momentum": 0.9}, F32, 20),
     "SGD": ("SGD", {}, F32, 12),
     "Adagrad": ("Adagrad", {}, F32, 20),

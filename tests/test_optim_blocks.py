@@ -35,26 +35,25 @@ def squares_of(name: str) -> frozenset[str]:
 
 
 def codes_and_exponents(values: Tensor, is_squares: bool, random: Tensor) -> tuple[Tensor, Tensor]:
-    """Packs finite float32 values, given random numbers of 32 bits: the specification."""
-    mantissa = 4 if is_squares else 3
-    shift = 23 - mantissa
+    """Packs finite float32 values, given random numbers of 16 bits: the specification."""
+    mantissa, shift = 3, 20
+    lowest = -30 if is_squares else -14
     num_blocks = -(-values.numel() // BLOCK)
     padding = num_blocks * BLOCK - values.numel()
     flat = nn.functional.pad(values.flatten(), (0, padding))
-    magnitudes = (flat.double().sqrt().float() if is_squares else flat.abs()).double()
-    magnitudes = magnitudes.view(-1, BLOCK)
+    magnitudes = flat.double().abs().view(-1, BLOCK)
     fraction, exponent = torch.frexp(magnitudes.amax(1, keepdim=True))
     exponent = torch.where(fraction * 2 > 2 - 2.0**-mantissa, exponent + 1, exponent) - 1
-    biased = torch.where(fraction == 0, 0, exponent + 127).clamp(min=32)
+    biased = torch.where(fraction == 0, 0, exponent + 127).clamp(min=4 - lowest)
     scaled = magnitudes * torch.exp2(127.0 - biased)
     _, exponent = torch.frexp(scaled)
-    exponent = (exponent - 1).clamp(min=-14)
+    exponent = (exponent - 1).clamp(min=lowest)
     # Of the bits that are cut off, what is left counts how likely the upper neighbour is.
     exact = (scaled * torch.exp2(shift + mantissa - exponent.double())).round().long()
     random = nn.functional.pad(random, (0, padding)).view(-1, BLOCK)
-    units = (exact + (random & ((1 << shift) - 1))) >> shift
+    units = (exact + (random << (shift - 16))) >> shift
     is_normal = units >= 1 << mantissa
-    codes = torch.where(is_normal, units + ((exponent + 14) << mantissa), units)
+    codes = torch.where(is_normal, units + ((exponent - lowest) << mantissa), units)
     if is_squares:
         codes = torch.where(magnitudes > 0, codes.clamp(min=1), codes)
     else:
@@ -73,14 +72,15 @@ def random_numbers(step: int, tensor: int, state: int, numel: int) -> Tensor:
     key = mix(key ^ (SEED >> 32))
     for word in (step, tensor, 1 + state, 0):
         key = mix((key + word) & 0xFFFFFFFF)
-    return mix(torch.arange(numel) ^ key)
+    elements = torch.arange(numel)
+    return (mix(elements // 2 ^ key) >> 16 * (elements % 2)) & 0xFFFF
 
 
 def parts(packed: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-    start = -(-numel // 16) * 16
+    start, num_blocks = -(-numel // 16) * 16, -(-numel // BLOCK)
     assert packed.dtype == U8
-    assert packed.shape == (start + -(-numel // BLOCK),)
-    return packed[:numel], packed[start:]
+    assert packed.shape == (start + -(-num_blocks // 16) * 16,)
+    return packed[:numel], packed[start : start + num_blocks]
 
 
 # --------------------------------------------------------------------------------------- steps

@@ -37,7 +37,7 @@ def train(
 def test_memory():
     optimizer, params = trained()
     state = optimizer.state[params[0]]
-    assert state["exp_avg"].nbytes == state["exp_avg_sq"].nbytes == 5120 + 40
+    assert state["exp_avg"].nbytes == state["exp_avg_sq"].nbytes == 5120 + 48
     assert optimizer.state[params[3]]["exp_avg"].nbytes == 4 * 4095
 
 
@@ -91,14 +91,13 @@ def test_values_are_packed_to_the_nearest(is_squares: bool):
     packed = _blocks.pack(values, is_squares)
     back = _blocks.unpack(packed, values, is_squares)
     assert bits(_blocks.unpack(_blocks.pack(back, is_squares), values, is_squares)) == bits(back)
-    roots, of_back = (values.sqrt(), back.sqrt()) if is_squares else (values, back)
     padding = -values.numel() % BLOCK
-    largest = nn.functional.pad(roots.abs(), (0, padding)).view(-1, BLOCK).amax(1)
+    largest = nn.functional.pad(values.abs(), (0, padding)).view(-1, BLOCK).amax(1)
     largest = largest.repeat_interleave(BLOCK)[: values.numel()]
-    mantissa = 4 if is_squares else 3
-    half_a_step = 2.0 ** -(mantissa + 1) * torch.maximum(roots.abs(), 1.1 * 2.0**-14 * largest)
-    is_least = is_squares & (of_back <= 2.0**-17 * largest)  # it never becomes zero
-    assert ((of_back - roots).abs() <= 1.001 * half_a_step)[~is_least].all()
+    smallest_normal = 2.0 ** (-30 if is_squares else -14) * largest
+    half_a_step = 2.0**-4 * torch.maximum(values.abs(), 1.1 * smallest_normal)
+    is_least = is_squares & (back <= 1.1 * 2.0**-3 * smallest_normal)  # it never becomes zero
+    assert ((back - values).abs() <= 1.001 * half_a_step)[~is_least].all()
     assert ((back == 0) == (values == 0)).all() or not is_squares
 
 
@@ -252,11 +251,6 @@ def test_attached():
 # --------------------------------------------------------------------------------------- bad input
 
 
-def test_other_devices_are_refused():
-    with pytest.raises(ValueError, match=r"state_dtype: .*on the CPU.* one is on meta"):
-        FUSED["Adam"]([nn.Parameter(torch.empty(5000, device="meta"))], state_dtype=U8)
-
-
 @pytest.mark.parametrize("how", ["bytes", "layout", "shape"])
 def test_states_that_do_not_fit(how: str):
     optimizer, params = trained()
@@ -269,7 +263,7 @@ def test_states_that_do_not_fit(how: str):
         params[0].data = params[0].data.T.contiguous().T
     params[0].grad = torch.randn(params[0].shape)
     before = bits([params, [dict(optimizer.state[param]) for param in params]])
-    with pytest.raises(RuntimeError, match=r"in blocks of 8 bits.*expected 5160 bytes"):
+    with pytest.raises(RuntimeError, match=r"in blocks of 8 bits.*expected 5168 bytes"):
         optimizer.step()
     assert bits([params, [dict(optimizer.state[param]) for param in params]]) == before
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 #include <vector>
 
@@ -169,17 +170,25 @@ GPUMODE_HD void store_blocks(const Job& job, const Operand& operand, int64_t beg
     const int end = std::min(first + kBlock, length);
     uint32_t largest = 0;
     for (int i = first; i < end; ++i) {
-      const uint32_t u = bits_of(Format::magnitude(static_cast<float>(values[i]))) & 0x7fffffffu;
+      const uint32_t u = bits_of(static_cast<float>(values[i])) & 0x7fffffffu;
       largest = u > largest ? u : largest;
     }
     const uint32_t exponent = Magnitude::exponent(largest);
-    const float inverse_scale = Magnitude::inverse_scale(exponent);
     *exponents++ = static_cast<uint8_t>(exponent);
-    const auto index = static_cast<uint32_t>(begin);
+    if (exponent == Magnitude::kNotFinite) {
+      std::fill(codes + first, codes + end, uint8_t{0});
+      continue;
+    }
+    const float inverse_scale = Magnitude::inverse_scale(exponent);
+    uint32_t words[kBlock / 2];
+    uint16_t random[kBlock];
+    const auto pair = static_cast<uint32_t>((begin + first) / 2);
+    for (uint32_t i = 0; i < kBlock / 2; ++i) words[i] = random_bits(random_key, pair + i);
+    std::memcpy(random, words, sizeof(random));
 #pragma GCC ivdep
     for (int i = first; i < end; ++i) {
-      const uint32_t random = random_bits(random_key, index + static_cast<uint32_t>(i));
-      codes[i] = Format::narrow(static_cast<float>(values[i]), inverse_scale, random);
+      codes[i] = static_cast<uint8_t>(
+          Format::narrow(static_cast<float>(values[i]), inverse_scale, random[i - first]));
     }
   }
 }

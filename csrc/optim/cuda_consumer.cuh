@@ -2,6 +2,7 @@
 
 #include <type_traits>
 
+#include "optim/cuda_blocks.cuh"
 #include "optim/cuda_stage.cuh"
 #include "optim/cuda_sums.cuh"
 #include "optim/cuda_values.cuh"
@@ -34,6 +35,7 @@ __device__ __forceinline__ void update_loaded(const Launch& launch, const Stage<
   constexpr int kPerThread = kVector<T>;
   constexpr unsigned kAccess = Update::kAccess;
   static_assert(kStates == 0 || (kAccess & kReadsStates) != 0);  // only then are they loaded
+  constexpr bool kCanHaveBlocks = sizeof(T) == sizeof(float);
   using Vector = typename VectorOf<T>::Type;
   const Tensor<Update>& tensor = stage.tensor;
   const Row& row = tensor.row;
@@ -67,6 +69,15 @@ __device__ __forceinline__ void update_loaded(const Launch& launch, const Stage<
     for (int k = 0; k < kStates; ++k) {
       if (row.states[k] == nullptr) continue;
       const DType dtype = as<kForm>(kDtypes.state, row.state_dtypes[k]);
+      if constexpr (kCanHaveBlocks) {
+        if (dtype == DType::U8) {
+          const unsigned char* codes = memory + tensor.offsets[kStateOperand + k];
+          const uint32_t exponent = codes[kTileOfBlocks + at / kBlock];
+          widen(Update::kSquares >> k & 1, *reinterpret_cast<const uint32_t*>(codes + at), exponent,
+                s[k]);
+          continue;
+        }
+      }
       widen(take(kStateOperand + k, dtype, at), dtype, s[k]);
     }
 #pragma unroll
@@ -106,6 +117,21 @@ __device__ __forceinline__ void update_loaded(const Launch& launch, const Stage<
       for (int k = 0; k < kStates; ++k) {
         if (row.states[k] == nullptr) continue;
         const DType dtype = as<kForm>(kDtypes.state, row.state_dtypes[k]);
+        if constexpr (kCanHaveBlocks) {
+          if (dtype == DType::U8) {
+            const auto pair = static_cast<uint32_t>(index) / 2;
+            const uint32_t a = random_bits(stage.keys[k], pair);
+            const uint32_t b = random_bits(stage.keys[k], pair + 1);
+            uint32_t exponent;
+            const uint32_t codes = narrow(Update::kSquares >> k & 1, s[k],
+                                          {a & 0xffffu, a >> 16, b & 0xffffu, b >> 16}, &exponent);
+            *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(row.states[k]) + index) = codes;
+            if (threadIdx.x % kLanes == 0) {
+              stage.exponents[k][at / kBlock] = static_cast<uint8_t>(exponent);
+            }
+            continue;
+          }
+        }
         const Rounding rounding = {launch.stochastic, tensor.keys[1 + k]};
         store(row.states[k], dtype, index, narrow(dtype, s[k], rounding, index));
       }
@@ -131,6 +157,9 @@ __device__ void update_stage(const Launch& launch, const Stage<Update>& stage,
       GPUMODE_CASE(BFloat16States32)
       GPUMODE_CASE(BFloat16Master32)
       GPUMODE_CASE(BFloat16Remainder16)
+      GPUMODE_CASE(Float32States8)
+      GPUMODE_CASE(BFloat16States8)
+      GPUMODE_CASE(BFloat16Remainder16States8)
 #undef GPUMODE_CASE
     }
   }
@@ -138,8 +167,9 @@ __device__ void update_stage(const Launch& launch, const Stage<Update>& stage,
   if (stage.num_loaded == stage.length) return;
   const auto more = update_slowly<T, Update>(
       stage.tensor.row, *reinterpret_cast<const Update*>(stage.tensor.update), stage.tensor.grad,
-      factor, launch.stochastic, stage.tensor.keys, stage.first + stage.num_loaded + threadIdx.x,
-      stage.first + stage.length, kConsumers);
+      factor, launch.stochastic, stage.tensor.keys,
+      stage.first + stage.num_loaded + threadIdx.x / kLanes * kBlock, stage.first + stage.length,
+      kConsumerWarps * kBlock);
   for (int k = 0; k < Update::kNumSums; ++k) sums[k] += more.values[k];
 }
 

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "core/status.h"
+#include "optim/blocks.h"
 #include "optim/job.h"
 
 // One pass of an update over all tensors in one kernel. Plain C++: what the host side needs of it.
@@ -21,8 +22,11 @@ enum class Form : uint8_t {
   BFloat16States32,
   BFloat16Master32,
   BFloat16Remainder16,
+  Float32States8,
+  BFloat16States8,
+  BFloat16Remainder16States8,
 };
-constexpr int kNumForms = 6;
+constexpr int kNumForms = 9;
 
 struct FormDtypes {
   DType param, grad, state;
@@ -36,11 +40,16 @@ constexpr FormDtypes kFormDtypes[kNumForms] = {
     {DType::BF16, DType::BF16, DType::F32, Master::None},
     {DType::BF16, DType::BF16, DType::F32, Master::F32},
     {DType::BF16, DType::BF16, DType::F32, Master::Remainder16},
+    {DType::F32, DType::F32, DType::U8, Master::None},
+    {DType::BF16, DType::BF16, DType::U8, Master::None},
+    {DType::BF16, DType::BF16, DType::U8, Master::Remainder16},
 };
 
 // A tensor is updated in tiles, whose length is a multiple of this, so that all threads of a block
-// have a vector.
+// have a vector; and this where a state is in blocks (blocks.h), whose exponents so are vectors.
 constexpr int64_t kTileUnit = 1024;
+constexpr int64_t kTileOfBlocks = int64_t{kBlock} * 16;
+static_assert(kTileOfBlocks % kTileUnit == 0);
 
 // The most blocks that a kernel has.
 constexpr uint32_t kMaxBlocks = 512;
@@ -64,9 +73,10 @@ struct Row {
   DType param_dtype, grad_dtype, master_dtype, state_dtypes[kMaxStates];
   Master master_kind;
   Form form;
-  // That vectors can be loaded, if the gradient is aligned to 16 bytes, too: all lies in the same
-  // order, is aligned, and of dtypes that vectors are there for.
-  bool is_vector;
+  // So many elements at a time can be loaded ahead, if the gradient is aligned to 16 bytes, too; 0:
+  // none, since not all lies in the same order, is aligned, and of dtypes that vectors are there
+  // for.
+  uint8_t load_unit;
 };
 
 // The parameters of one kernel.

@@ -3,6 +3,7 @@
 #include <new>
 #include <type_traits>
 
+#include "optim/cuda_blocks.cuh"
 #include "optim/cuda_stage.cuh"
 
 namespace gpumode::optim {
@@ -125,7 +126,7 @@ class Producer {
         row_.next_scalar = static_cast<float>(Update::next_scalar(job));
       }
     }
-    if (launch_.stochastic && lane() <= kMaxStates) {
+    if ((launch_.stochastic || has_blocks(row)) && lane() <= kMaxStates) {
       tensor->keys[lane()] =
           random_key(launch_.seed, static_cast<uint64_t>(step_), row.number, lane());
     }
@@ -136,7 +137,9 @@ class Producer {
     const auto place = [&](int operand, unsigned access, const void* memory, DType dtype) {
       tensor->offsets[operand] = offset;
       const bool is_loaded = (Update::kAccess & access) != 0 && memory != nullptr;
-      if (is_loaded) offset += row.tile_length * size_of(dtype);
+      if (!is_loaded) return;
+      offset += row.tile_length * size_of(dtype);
+      if (dtype == DType::U8) offset += kTileOfBlocks / kBlock;
     };
     place(kParamOperand, kReadsParam, row.param, row.param_dtype);
     place(kMasterOperand, kReadsParam, row.master, row.master_dtype);
@@ -161,8 +164,8 @@ class Producer {
     const int64_t first = static_cast<int64_t>(tile - row.first_tile) * row.tile_length;
     const auto length = static_cast<uint32_t>(
         min(row.numel - first, static_cast<int64_t>(num_tiles) * row.tile_length));
-    const bool is_vector = row.is_vector && reinterpret_cast<uintptr_t>(grad_) % 16 == 0;
-    const uint32_t num_loaded = is_vector ? length & ~7u : 0;  // 16 bytes of the shortest
+    const bool is_vector = row.load_unit != 0 && reinterpret_cast<uintptr_t>(grad_) % 16 == 0;
+    const uint32_t num_loaded = is_vector ? length & ~(row.load_unit - 1u) : 0;
     if (lane() == 0) {
       stage.first = first;
       stage.length = length;
@@ -188,6 +191,12 @@ class Producer {
 #pragma unroll
       for (int k = 0; k < Update::kNumStates; ++k) {
         load(kStateOperand + k, row.states[k], row.state_dtypes[k]);
+        if (row.states[k] == nullptr || row.state_dtypes[k] != DType::U8) continue;
+        uint8_t* const exponents = exponent_at(row.states[k], row.numel, first);
+        loads.add(memory + stage.tensor.offsets[kStateOperand + k] + kTileOfBlocks, exponents,
+                  static_cast<uint32_t>(in_vectors(num_loaded / kBlock)));
+        stage.exponents[k] = exponents;
+        stage.keys[k] = random_key_at(stage.tensor.keys[1 + k], first);
       }
     }
     loads.arrive();

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "optim/cuda_blocks.cuh"
 #include "optim/cuda_pass.h"
 #include "optim/cuda_values.cuh"
 
@@ -76,14 +77,44 @@ __device__ void store_param(const Row& row, int64_t at, int64_t master_at, int64
   store_one(row.param, row.param_dtype, at, value, rounding, index);
 }
 
+// What a warp has of a state in blocks: one value of each lane, and then the next.
+__device__ inline float load_one_of_block(void* state, bool is_squares, int64_t numel,
+                                          int64_t index) {
+  float values[kFloats];
+  widen(is_squares, static_cast<const uint8_t*>(state)[index], *exponent_at(state, numel, index),
+        values);
+  return values[0];
+}
+
+__device__ inline void store_block(void* state, bool is_squares, int64_t numel, int64_t first,
+                                   const float (&values)[kFloats], uint32_t key) {
+  key = random_key_at(key, first);
+  const int64_t mine = first + threadIdx.x % kLanes;
+  uint32_t random[kFloats], exponent;
+#pragma unroll
+  for (int i = 0; i < kFloats; ++i) {
+    const auto index = static_cast<uint32_t>(mine + i * kLanes);
+    random[i] = random_bits(key, index / 2) >> index % 2 * 16 & 0xffffu;
+  }
+  const uint32_t codes = narrow(is_squares, values, random, &exponent);
+#pragma unroll
+  for (int i = 0; i < kFloats; ++i) {
+    const int64_t index = mine + i * kLanes;
+    if (index < numel) static_cast<uint8_t*>(state)[index] = static_cast<uint8_t>(codes >> 8 * i);
+  }
+  if (threadIdx.x % kLanes == 0) {
+    *exponent_at(state, numel, first) = static_cast<uint8_t>(exponent);
+  }
+}
+
 template <class Update>
 struct Sums {
   double values[Update::kNumSums + 1];
 };
 
-// Updates the elements `first`, `first + stride`, ... below `last`. Not inlined, so that it costs
-// those who load vectors no registers. `keys` are of random bits: for the parameter, and the
-// states.
+// Updates kBlock elements from `first`, from `first + stride`, ... below `last`, by a warp. Not
+// inlined, so that it costs those who load vectors no registers. `keys` are of random bits: for the
+// parameter, and the states.
 template <class T, class Update>
 __device__ __noinline__ Sums<Update> update_slowly(const Row& row, const Update& update,
                                                    const void* grad, T factor, bool stochastic,
@@ -91,9 +122,13 @@ __device__ __noinline__ Sums<Update> update_slowly(const Row& row, const Update&
                                                    int64_t last, int64_t stride) {
   constexpr int kStates = Update::kNumStates;
   constexpr unsigned kAccess = Update::kAccess;
+  const auto is_in_blocks = [&](int k) {
+    return sizeof(T) == sizeof(float) && row.states[k] != nullptr &&
+           row.state_dtypes[k] == DType::U8;
+  };
   Sums<Update> sums{};
-#pragma unroll 1
-  for (int64_t index = first; index < last; index += stride) {
+  float of_blocks[kStates + 1][kFloats];
+  const auto update_one = [&](int64_t index, int i) {
     const auto at = [&](int operand) { return offset_of(row.layout, operand, index); };
     const int64_t param_at = at(kParamOperand);
     const int64_t master_at = row.master == nullptr ? 0 : at(kMasterOperand);
@@ -104,6 +139,11 @@ __device__ __noinline__ Sums<Update> update_slowly(const Row& row, const Update&
     for (int k = 0; k < kStates; ++k) {
       states[k] = T(0);
       if (row.states[k] == nullptr) continue;
+      if (is_in_blocks(k)) {
+        states[k] = static_cast<T>(
+            load_one_of_block(row.states[k], Update::kSquares >> k & 1, row.numel, index));
+        continue;
+      }
       states[k] = load_one<T>(row.states[k], row.state_dtypes[k], at(kStateOperand + k));
     }
     update(p, g * factor, states, terms);
@@ -115,8 +155,30 @@ __device__ __noinline__ Sums<Update> update_slowly(const Row& row, const Update&
 #pragma unroll
     for (int k = 0; k < kStates && kAccess & kWritesStates; ++k) {
       if (row.states[k] == nullptr) continue;
+      if (is_in_blocks(k)) {
+        of_blocks[k][i] = static_cast<float>(states[k]);
+        continue;
+      }
       store_one(row.states[k], row.state_dtypes[k], at(kStateOperand + k), states[k],
                 {stochastic, keys[1 + k]}, index);
+    }
+  };
+#pragma unroll 1
+  for (; first < last; first += stride) {
+    for (auto& values : of_blocks) {
+      for (float& value : values) value = 0.0f;
+    }
+    const int64_t mine = first + threadIdx.x % kLanes;
+#pragma unroll 1
+    for (int i = 0; i < kFloats && mine + i * kLanes < last; ++i) {
+      update_one(mine + i * kLanes, i);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < kStates && kAccess & kWritesStates; ++k) {
+      if (!is_in_blocks(k)) continue;
+      store_block(row.states[k], Update::kSquares >> k & 1, row.numel, first, of_blocks[k],
+                  keys[1 + k]);
     }
   }
   return sums;

@@ -32,6 +32,9 @@ struct Stage {
   uint32_t length;      // in elements, ...
   uint32_t num_loaded;  // ... of which so many were loaded ahead
   uint32_t tile, num_tiles;
+  // Of its states in blocks: where the first exponent goes, and the key of all random bits.
+  uint8_t* exponents[kMaxStates];
+  uint32_t keys[kMaxStates];
   bool is_end;  // there are no more tiles
 };
 

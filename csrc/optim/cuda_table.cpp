@@ -78,7 +78,11 @@ Form form_of(const Row& row) {
   return Form::Any;
 }
 
-// Of all the operands that a row has.
+bool has_blocks(const Row& row) {
+  return std::count(std::begin(row.state_dtypes), std::end(row.state_dtypes), DType::U8) > 0;
+}
+
+// Of all the operands that a row has, but for the exponents of blocks.
 int64_t bytes_of_element(const Row& row) {
   size_t nbytes = itemsize(row.param_dtype) + itemsize(row.grad_dtype);
   if (row.master_kind != Master::None) nbytes += itemsize(row.master_dtype);
@@ -166,7 +170,8 @@ void Batch::cut(at::Device device) {
     Row& row = rows[i];
     const int64_t nbytes = bytes_of_element(row);
     const int64_t units = std::clamp(kStageBytes / (nbytes * kTileUnit), int64_t{1}, max_units);
-    const int64_t length = units * kTileUnit;
+    const int64_t length = has_blocks(row) ? kTileOfBlocks : units * kTileUnit;
+    const int64_t bytes_of_exponents = has_blocks(row) ? kMaxStates * length / kBlock : 0;
     const int64_t num_tiles_of_row = num_tiles_of(row.numel, length);
     row.first_tile = static_cast<uint32_t>(total);
     row.num_tiles = static_cast<uint32_t>(num_tiles_of_row);
@@ -175,7 +180,7 @@ void Batch::cut(at::Device device) {
     TORCH_CHECK(total <= std::numeric_limits<int32_t>::max(),
                 "the parameters have too many elements");
     all.insert(all.end(), row.num_tiles, static_cast<uint32_t>(i));
-    stage_bytes = std::max(stage_bytes, length * nbytes);
+    stage_bytes = std::max(stage_bytes, length * nbytes + bytes_of_exponents);
     const auto of_grad = static_cast<int64_t>(itemsize(row.grad_dtype));
     bytes_of_grads = std::max(bytes_of_grads, length * of_grad);
   }
@@ -288,11 +293,17 @@ void CudaTable::look_at(const Param& param, const at::Tensor& grad, const Operan
   look->grad_dtype = grad.scalar_type();
   look->is_plain = std::all_of(tensors.begin(), tensors.end(),
                                [](const auto& each) { return each.first->is_contiguous(); });
-  for (const auto& [tensor, operand] : tensors) {
-    if (tensor == &grad) continue;
-    const c10::TensorImpl* impl = tensor->unsafeGetTensorImpl();
+  const auto add = [&](const at::Tensor& tensor) {
+    const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
     const c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
     look->parts[look->num_parts++] = {impl, storage, storage->data()};
+  };
+  for (const auto& [tensor, operand] : tensors) {
+    if (tensor != &grad) add(*tensor);
+  }
+  if (!param.state) return;
+  for (const at::Tensor& state : param.state->states) {
+    if (state.defined() && state.scalar_type() == at::kByte) add(state);
   }
 }
 
@@ -326,12 +337,15 @@ void CudaTable::renew(size_t i, const at::Tensor& grad) {
     row.scalar = address<float>(param.state->scalar);
   }
   row.form = form_of(row);
-  row.is_vector = job.num_dims == 0;
+  bool is_vector = job.num_dims == 0;
   for (const auto& [tensor, operand] : tensors) {
     const bool fits = (operand->dtype == DType::F64) == (where_[i].kind == Kind::Double);
     const bool moves = operand == &job.grad;
-    row.is_vector = row.is_vector && fits && (moves || is_aligned(operand->data));
+    is_vector = is_vector && fits && (moves || is_aligned(operand->data));
   }
+  for (const Operand& state : job.states) is_vector = is_vector && is_aligned(state.data);
+  constexpr uint8_t kHalvesOfVector = 8;
+  row.load_unit = !is_vector ? 0 : (has_blocks(row) ? kBlock : kHalvesOfVector);
   Batch::Seen& seen = batch.seen[where_[i].row];
   seen = {param.param.strides().vec(), grad.strides().vec(), {}};
   if (job.num_dims > 0) seen.layout = layout_of(job);

@@ -12,6 +12,7 @@ constexpr int kFloats = kVector<float>, kDoubles = kVector<double>;
 
 __host__ __device__ constexpr uint32_t size_of(DType dtype) {
   if (dtype == DType::F64) return 8;
+  if (dtype == DType::U8) return 1;
   return dtype == DType::F32 ? 4 : 2;
 }
 

@@ -43,8 +43,8 @@ bool is_supported(at::ScalarType dtype) {
 bool is_in_blocks(const at::Tensor& param, const at::Tensor& state) {
   return state.scalar_type() == at::kByte && state.layout() == at::kStrided && state.dim() == 1 &&
          state.is_contiguous() && state.numel() == blocks_nbytes(param.numel()) &&
-         param.is_contiguous() && param.scalar_type() != at::kDouble && param.is_cpu() &&
-         state.is_cpu();
+         param.is_contiguous() && param.scalar_type() != at::kDouble &&
+         state.device() == param.device();
 }
 
 Operand operand(const at::Tensor& tensor) {
@@ -78,8 +78,8 @@ void check_state(const at::Tensor& param, const at::Tensor& state, const char* w
                 param.scalar_type(), " on ", param.device(),
                 param.is_contiguous() ? ", contiguous" : ", and not contiguous", ": expected ",
                 blocks_nbytes(param.numel()),
-                " bytes in one dimension, contiguous, of a contiguous parameter on the CPU that is "
-                "not of float64");
+                " bytes in one dimension, contiguous, on the device of a contiguous parameter that "
+                "is not of float64");
   }
   TORCH_CHECK(state.sizes() == param.sizes(), "the ", what, " of a parameter of shape ",
               param.sizes(), " has the shape ", state.sizes());

@@ -15,12 +15,13 @@ BLOCK = 128
 MIN_NUMEL = 4096
 
 _SLICE = 2**20  # elements; a multiple of BLOCK
-# Of a float's mantissa, the bits that are cut off.
-_SHIFT, _SHIFT_OF_SQUARES = 20, 19
-_LEAST_EXPONENT = 32
-_NOT_FINITE = 255
-_SMALLEST_NORMAL = 2.0**-14
-_FIRST = 112 << 23
+_SHIFT = 20  # the bits of a float's mantissa that are cut off
+_MOST_EXPONENT, _NOT_FINITE = 253, 255
+
+
+def _smallest_normal(is_squares: bool) -> int:
+    """Returns the biased exponent of the smallest normal code of a block whose own is 127."""
+    return 97 if is_squares else 113
 
 
 def can_have_blocks(param: Tensor) -> bool:
@@ -32,12 +33,16 @@ def _bits(x: Tensor) -> Tensor:
     return x.view(torch.int32)
 
 
+def _in_vectors(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
+
+
 def _exponents_offset(numel: int) -> int:
-    return -(-numel // 16) * 16
+    return _in_vectors(numel)
 
 
 def _nbytes(numel: int) -> int:
-    return _exponents_offset(numel) + -(-numel // BLOCK)
+    return _exponents_offset(numel) + _in_vectors(-(-numel // BLOCK))
 
 
 def _slices(numel: int) -> Iterator[slice]:
@@ -56,10 +61,10 @@ def pack(values: Tensor, is_squares: bool) -> Tensor:
 
     Args:
         values: any shape; float32, bfloat16 or float16.
-        is_squares: none is negative, and the root is what is kept.
+        is_squares: none is negative, and has one bit of exponent more instead of a sign.
 
     Returns:
-        [a byte each, up to a multiple of 16, and one for each block of 128], uint8.
+        [a byte for each element, and one for each block of 128; both in multiples of 16], uint8.
     """
     packed = zeros(values)
     codes, exponents = packed[: values.numel()], packed[_exponents_offset(values.numel()) :]
@@ -72,21 +77,20 @@ def pack(values: Tensor, is_squares: bool) -> Tensor:
 
 
 def _pack(x: Tensor, is_squares: bool) -> tuple[Tensor, Tensor]:
-    shift, most = (_SHIFT_OF_SQUARES, 190) if is_squares else (_SHIFT, 253)
+    smallest_normal = _smallest_normal(is_squares)
     num_blocks = -(-x.numel() // BLOCK)
     blocks = torch.nn.functional.pad(x, (0, num_blocks * BLOCK - x.numel())).view(-1, BLOCK)
-    # torch's sqrt of float32 on the CPU may be off in the last bit.
-    magnitudes = blocks.double().sqrt().float() if is_squares else blocks.abs()
-    largest = (_bits(magnitudes) & 0x7FFFFFFF).amax(1, keepdim=True)
-    exponents = (largest.long() + (1 << shift) - 1) >> 23
-    is_finite = exponents <= most
-    exponents = exponents.clamp(_LEAST_EXPONENT, most)
+    magnitudes = blocks.abs()
+    largest = _bits(magnitudes).amax(1, keepdim=True)
+    exponents = (largest.long() + (1 << _SHIFT) - 1) >> 23
+    is_finite = exponents <= _MOST_EXPONENT
+    exponents = exponents.clamp(131 - smallest_normal, _MOST_EXPONENT)
     inverse = ((254 - exponents) << 23).int().view(torch.float32)
     scaled = torch.where(is_finite, magnitudes * inverse, 0.0)
-    is_subnormal = scaled < _SMALLEST_NORMAL
-    bits = torch.where(is_subnormal, _bits(scaled + _SMALLEST_NORMAL) - (1 << 23), _bits(scaled))
-    to_nearest = (1 << (shift - 1)) - 1 + (bits >> shift & 1)
-    codes = ((bits + to_nearest) >> shift) - (_FIRST >> shift)
+    least = 2.0 ** (smallest_normal - 127)
+    bits = torch.where(scaled < least, _bits(scaled + least) - (1 << 23), _bits(scaled))
+    to_nearest = (1 << (_SHIFT - 1)) - 1 + (bits >> _SHIFT & 1)
+    codes = ((bits + to_nearest) >> _SHIFT) - ((smallest_normal - 1) << (23 - _SHIFT))
     if is_squares:
         codes = torch.where((magnitudes > 0) & is_finite, codes.clamp(min=1), codes)
     else:
@@ -107,16 +111,16 @@ def unpack(packed: Tensor, like: Tensor, is_squares: bool) -> Tensor:
 
 
 def _unpack(codes: Tensor, exponents: Tensor, is_squares: bool) -> Tensor:
-    shift = _SHIFT_OF_SQUARES if is_squares else _SHIFT
+    smallest_normal = _smallest_normal(is_squares)
     scales = torch.where(exponents == _NOT_FINITE, 0x7FC00000, exponents << 23)
     scales = scales.view(torch.float32).repeat_interleave(BLOCK)[: codes.numel()]
     magnitudes = codes if is_squares else codes & 0x7F
-    bits = (magnitudes << shift) + _FIRST
-    subnormal = (bits + (1 << 23)).view(torch.float32) - _SMALLEST_NORMAL
-    is_subnormal = magnitudes >> (23 - shift) == 0
+    bits = (magnitudes << _SHIFT) + ((smallest_normal - 1) << 23)
+    subnormal = (bits + (1 << 23)).view(torch.float32) - 2.0 ** (smallest_normal - 127)
+    is_subnormal = magnitudes >> (23 - _SHIFT) == 0
     values = torch.where(is_subnormal, subnormal, bits.view(torch.float32)) * scales
     if is_squares:
-        return values * values
+        return values
     return (_bits(values) | (codes & 0x80) << 24).view(torch.float32)
 
 

@@ -58,10 +58,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             None: float32. Those of float64 parameters are float64. With torch.uint8, states are
             float32 where a parameter has fewer than 4,096 elements or is not contiguous, where a
             difference or a maximum is taken of them (RMSprop's `centered`, `amsgrad`), and in
-            checkpoints, which so hold them exactly; parameters must be on the CPU, so far. In a
-            block, what is a millionth of the largest is no longer told from less, and a NaN, or a
-            gradient beyond 1e19, spoils all: clip. Loaded states keep the dtype that they have
-            otherwise.
+            checkpoints, which so hold them exactly. In a block, what is a millionth of the largest
+            is no longer told from less, and a NaN, or a gradient beyond 1e19, spoils all: clip.
+            Loaded states keep the dtype that they have otherwise.
         seed: of stochastic rounding.
 
     Parameters are float32, bfloat16, float16 or float64, of any layout; gradients are any of these,
@@ -182,11 +181,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             if param.dtype == torch.float16 and self.precision.stochastic_rounding:
                 raise ValueError(
                     "stochastic_rounding: is for parameters of bfloat16, and one is of float16"
-                )
-            if self.precision.packs and param.device.type != "cpu":
-                raise ValueError(
-                    f"state_dtype: torch.uint8 is for parameters on the CPU, so far, and one is on "
-                    f"{param.device}"
                 )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
