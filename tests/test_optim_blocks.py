@@ -11,7 +11,7 @@ from _optim import BF16, F32, F64, FUSED, bits, num_threads, parameter, randn
 from _optim_cases import RULES
 from torch import Tensor, nn
 
-from torch_gpumode.optim import FusedMuon
+from torch_gpumode.optim import FusedMuon, _blocks
 
 U8 = torch.uint8
 BLOCK = 128
@@ -43,7 +43,8 @@ def codes_and_exponents(values: Tensor, is_squares: bool, random: Tensor) -> tup
     flat = nn.functional.pad(values.flatten(), (0, padding))
     magnitudes = flat.double().abs().view(-1, BLOCK)
     fraction, exponent = torch.frexp(magnitudes.amax(1, keepdim=True))
-    exponent = torch.where(fraction * 2 > 2 - 2.0**-mantissa, exponent + 1, exponent) - 1
+    most = 2 - 2.0 ** -(3 if is_squares else 2)  # e4m3's last code is NaN
+    exponent = torch.where(fraction * 2 > most, exponent + 1, exponent) - 1
     biased = torch.where(fraction == 0, 0, exponent + 127).clamp(min=4 - lowest)
     scaled = magnitudes * torch.exp2(127.0 - biased)
     _, exponent = torch.frexp(scaled)
@@ -55,7 +56,7 @@ def codes_and_exponents(values: Tensor, is_squares: bool, random: Tensor) -> tup
     is_normal = units >= 1 << mantissa
     codes = torch.where(is_normal, units + ((exponent - lowest) << mantissa), units)
     if is_squares:
-        codes = torch.where(magnitudes > 0, codes.clamp(min=1), codes)
+        codes = codes.clamp(min=1)
     else:
         codes = codes + 128 * flat.view(-1, BLOCK).signbit()
     return codes.flatten()[: values.numel()].to(U8), biased.flatten().to(U8)
@@ -156,7 +157,7 @@ def test_a_value_that_is_not_finite_spoils_its_block(bad: float):
 
 def test_what_is_too_small_or_too_large_for_codes():
     """Exponents end before a float's do: below as zero or the least, above as not finite."""
-    for value, is_finite in ((1e-44, True), (1e-30, True), (1.5e38, True), (3e38, False)):
+    for value, is_finite in ((1e-44, True), (1e-30, True), (1.4e38, True), (3e38, False)):
         param = parameter(torch.zeros(4096))
         optimizer = FUSED["SGD"]([param], lr=0.0, momentum=0.5, state_dtype=U8)
         param.grad = torch.full((4096,), value)
@@ -165,6 +166,17 @@ def test_what_is_too_small_or_too_large_for_codes():
         assert state.isfinite().all() if is_finite else state.isnan().all()
         if 1e-35 < value < 1e38:
             assert ((state / value - 1).abs() < 2**-3).all()
+
+
+def test_signed_codes_are_float8():
+    packed = torch.arange(256).to(U8).repeat(40)
+    exponents = torch.arange(80).to(U8) + 40
+    is_nan = packed & 127 == 127
+    right = packed.view(torch.float8_e4m3fn).float() * torch.exp2(
+        exponents.float() - 127 - 8
+    ).repeat_interleave(BLOCK)
+    got = _blocks.unpack(torch.cat((packed, exponents)), right, is_squares=False)
+    assert bits(got[~is_nan]) == bits(right[~is_nan])
 
 
 def test_no_square_becomes_zero():

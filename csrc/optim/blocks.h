@@ -28,8 +28,8 @@ GPUMODE_HD int64_t blocks_nbytes(int64_t numel) {
   return block_exponents_offset(numel) + in_vectors((numel + kBlock - 1) / kBlock);
 }
 
-// A magnitude of kExponent bits of exponent and 3 of mantissa, without infinities.
-template <int kExponent>
+// A magnitude of kExponent bits of exponent and 3 of mantissa; kMost is the largest code.
+template <int kExponent, uint32_t kMost>
 struct Magnitude8 {
   static constexpr int kMantissa = 3, kShift = 23 - kMantissa;
   // Biased, of a block whose exponent is 127.
@@ -42,7 +42,8 @@ struct Magnitude8 {
 
   // Of a block, from the bits of its largest magnitude, which is no more than the largest code.
   static GPUMODE_HD uint32_t exponent(uint32_t largest) {
-    const uint32_t e = (largest + ((1u << kShift) - 1u)) >> 23;
+    constexpr uint32_t kAbove = (1u << (kExponent + kMantissa)) - kMost;
+    const uint32_t e = (largest + (kAbove << kShift) - 1u) >> 23;
     return e > kMostExponent ? kNotFinite : (e < kLeastExponent ? kLeastExponent : e);
   }
   // What codes are multiplied by, and magnitudes before they become codes.
@@ -53,11 +54,7 @@ struct Magnitude8 {
     return float_of((254u - exponent) << 23);
   }
 
-  // CUDA's subnormal floats cost nothing, and are what codes are but for their scale.
   static GPUMODE_HD float widen(uint32_t code, float scale) {
-#ifdef __CUDA_ARCH__
-    return float_of(code << kShift) * float_of(kFirst + (127u << 23)) * scale;
-#endif
     const uint32_t u = (code << kShift) + kFirst;
     const float normal = float_of(u);
     // One binade up, where the steps are as wide, without the first value.
@@ -66,21 +63,17 @@ struct Magnitude8 {
   }
   // Of a magnitude times inverse_scale, which is below 2; `random` is below 2^16.
   static GPUMODE_HD uint32_t narrow(float x, uint32_t random) {
-    random <<= kShift - 16;
-#ifdef __CUDA_ARCH__
-    return (bits_of(x * float_of((127u << 23) - kFirst)) + random) >> kShift;
-#endif
     const uint32_t subnormal = bits_of(x + float_of(kSmallestNormal << 23)) - (1u << 23);
     const uint32_t u = select(bits_of(x) < kSmallestNormal << 23, subnormal, bits_of(x));
-    return ((u + random) >> kShift) - (kFirst >> kShift);
+    return ((u + (random << (kShift - 16))) >> kShift) - (kFirst >> kShift);
   }
 };
 
 // Formats. The codes of a block that is not finite are zeros.
 
-// Of any sign.
+// Of any sign: e4m3 as torch.float8_e4m3fn, without its NaN.
 struct Signed8 {
-  using Magnitude = Magnitude8<4>;
+  using Magnitude = Magnitude8<4, 0x7e>;
   static GPUMODE_HD float widen(uint8_t code, float scale) {
     const float x = Magnitude::widen(code & 0x7fu, scale);
     return float_of(bits_of(x) | (code & 0x80u) << 24);
@@ -91,15 +84,13 @@ struct Signed8 {
   }
 };
 
-// Squares, or averages of them. One that is not zero never becomes zero, since steps are divided by
-// its root.
+// Squares, or averages of them. None becomes zero, since steps are divided by their roots.
 struct Square8 {
-  using Magnitude = Magnitude8<5>;
+  using Magnitude = Magnitude8<5, 0xff>;
   static GPUMODE_HD float widen(uint8_t code, float scale) { return Magnitude::widen(code, scale); }
   static GPUMODE_HD uint32_t narrow(float x, float inverse_scale, uint32_t random) {
     const uint32_t code = Magnitude::narrow(x * inverse_scale, random);
-    const uint32_t least = bits_of(x) < 1u ? bits_of(x) : 1u;
-    return code > least ? code : least;
+    return code > 1u ? code : 1u;
   }
 };
 
