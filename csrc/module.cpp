@@ -197,7 +197,7 @@ void bind_optim(py::module_& m) {
       .def("set_hyper_tensor", &Table::set_hyper_tensor, py::arg("hyper"))
       .def("set_rounding", &Table::set_rounding, py::arg("stochastic"), py::arg("seed"))
       .def("without_state", &Table::without_state, NoGil())
-      .def("grad_sums", &Table::grad_sums, py::arg("scale"), NoGil())
+      .def("grad_sums", &Table::grad_sums, py::arg("scale"), py::arg("needs_each"), NoGil())
       .def(
           "start",
           [](Table& self, const Scale& scale) -> MaybeTensor {

@@ -46,7 +46,7 @@ CPP_FOREIGN = {
 }
 IN_CU_FILES = f"{TORCH}|{NCCL}"
 # Where a layer that does without CUDA's headers meets its kernels.
-MAY_USE_CUDA = {"optim/arithmetic.h", "optim/cuda_table.cpp"}
+MAY_USE_CUDA = {"optim/arithmetic.h", "optim/cuda_batch.cpp", "optim/cuda_table.cpp"}
 
 # module of torch_gpumode -> the modules that it may import, besides itself
 PYTHON_LAYERS = {

@@ -333,8 +333,8 @@ BAD: list[tuple[str, type[Exception], str, Callable[[Call], dict[str, Any]]]] = 
     (
         "hyper",
         ValueError,
-        r"hyper: expected float64 of shape \[num_groups, at least 8\]",
-        given(hyper=torch.rand(1, 7, dtype=F64)),
+        r"hyper: expected float64 of shape \[num_groups, at least 7\]",
+        given(hyper=torch.rand(1, 6, dtype=F64)),
     ),
     ("dtype", ValueError, r"hyper: expected float64", given(hyper=torch.rand(1, 8))),
     ("master", ValueError, r'master: expected None, "fp32" or', given(master="fp16")),

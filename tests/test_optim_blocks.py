@@ -55,10 +55,8 @@ def codes_and_exponents(values: Tensor, is_squares: bool, random: Tensor) -> tup
     units = (exact + (random << (shift - 16))) >> shift
     is_normal = units >= 1 << mantissa
     codes = torch.where(is_normal, units + ((exponent - lowest) << mantissa), units)
-    if is_squares:
-        codes = codes.clamp(min=1)
-    else:
-        codes = codes + 128 * flat.view(-1, BLOCK).signbit()
+    signs = 128 * flat.view(-1, BLOCK).signbit()
+    codes = codes.clamp(min=1) if is_squares else codes + signs
     return codes.flatten()[: values.numel()].to(U8), biased.flatten().to(U8)
 
 

@@ -173,7 +173,7 @@ at::Tensor grad_sum(at::TensorList grads, const std::optional<at::Tensor>& grad_
   for (const at::Tensor& grad : grads) table->set_grad(table->add(grad, {}, 0, 0), grad);
   optim::Scale scale;
   scale.grad_scale = number(grad_scale, "grad_scale", device, at::kFloat);
-  return table->grad_sums(scale).total;
+  return table->grad_sums(scale, /*needs_each=*/false).total;
 }
 
 }  // namespace gpumode::ops

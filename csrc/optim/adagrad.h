@@ -13,7 +13,7 @@ struct AdagradHyper {
 template <class T>
 struct AdagradUpdate {
   static constexpr unsigned kAccess = kAll;
-  static constexpr int kNumStates = 1;
+  static constexpr int kNumStates = 1, kNumUsualStates = 1;
   static constexpr unsigned kSquares = 0b1;
   static constexpr int kNumSums = 0;
 

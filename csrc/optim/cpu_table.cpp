@@ -16,7 +16,7 @@ class CpuTable final : public Table {
  public:
   using Table::Table;
 
-  GradSums grad_sums(const Scale& scale) override;
+  GradSums grad_sums(const Scale& scale, bool needs_each) override;
   at::Tensor start(const Scale& scale) override;
   void finish(const Scale& scale, const at::Tensor& sums) override;
 
@@ -143,7 +143,7 @@ at::Tensor CpuTable::sums() const {
   return sums;
 }
 
-GradSums CpuTable::grad_sums(const Scale& scale) {
+GradSums CpuTable::grad_sums(const Scale& scale, bool /*needs_each*/) {
   jobs_.clear();
   layouts_.clear();
   for (size_t i = 0; i < params_.size(); ++i) {

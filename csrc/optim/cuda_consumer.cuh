@@ -43,6 +43,10 @@ __device__ __forceinline__ void update_loaded(const Launch& launch, const Stage<
   const DType param_dtype = as<kForm>(kDtypes.param, row.param_dtype);
   const DType grad_dtype = as<kForm>(kDtypes.grad, row.grad_dtype);
   const Master master_kind = kForm == Form::Any ? row.master_kind : kDtypes.master;
+  const auto is_there = [&](int k) {
+    if (kDtypes.state == DType::U8) return k < Update::kNumUsualStates;
+    return row.states[k] != nullptr;
+  };
   const auto take = [&](int operand, DType dtype, int at) {
     Vector vector;
     load(&vector, memory + tensor.offsets[operand], dtype, at);
@@ -67,7 +71,7 @@ __device__ __forceinline__ void update_loaded(const Launch& launch, const Stage<
     if (kAccess & kReadsGrad) widen(take(kGradOperand, grad_dtype, at), grad_dtype, g);
 #pragma unroll
     for (int k = 0; k < kStates; ++k) {
-      if (row.states[k] == nullptr) continue;
+      if (!is_there(k)) continue;
       const DType dtype = as<kForm>(kDtypes.state, row.state_dtypes[k]);
       if constexpr (kCanHaveBlocks) {
         if (dtype == DType::U8) {
@@ -115,7 +119,7 @@ __device__ __forceinline__ void update_loaded(const Launch& launch, const Stage<
     if (kAccess & kWritesStates) {
 #pragma unroll
       for (int k = 0; k < kStates; ++k) {
-        if (row.states[k] == nullptr) continue;
+        if (!is_there(k)) continue;
         const DType dtype = as<kForm>(kDtypes.state, row.state_dtypes[k]);
         if constexpr (kCanHaveBlocks) {
           if (dtype == DType::U8) {
@@ -159,6 +163,7 @@ __device__ void update_stage(const Launch& launch, const Stage<Update>& stage,
       GPUMODE_CASE(BFloat16Remainder16)
       GPUMODE_CASE(Float32States8)
       GPUMODE_CASE(BFloat16States8)
+      GPUMODE_CASE(BFloat16Master32States8)
       GPUMODE_CASE(BFloat16Remainder16States8)
 #undef GPUMODE_CASE
     }

@@ -14,7 +14,8 @@ enum class Kind : uint8_t { Float, Double };
 constexpr int kNumKinds = 2;
 
 // The dtypes of a parameter and of what belongs to it. For these combinations there is a loop that
-// knows them, for all others one that looks them up.
+// knows them, for all others one that looks them up. With states in blocks, where instructions are
+// what a step waits for, it also knows that only the usual states are there.
 enum class Form : uint8_t {
   Any,
   Float32,
@@ -24,9 +25,10 @@ enum class Form : uint8_t {
   BFloat16Remainder16,
   Float32States8,
   BFloat16States8,
+  BFloat16Master32States8,
   BFloat16Remainder16States8,
 };
-constexpr int kNumForms = 9;
+constexpr int kNumForms = 10;
 
 struct FormDtypes {
   DType param, grad, state;
@@ -42,6 +44,7 @@ constexpr FormDtypes kFormDtypes[kNumForms] = {
     {DType::BF16, DType::BF16, DType::F32, Master::Remainder16},
     {DType::F32, DType::F32, DType::U8, Master::None},
     {DType::BF16, DType::BF16, DType::U8, Master::None},
+    {DType::BF16, DType::BF16, DType::U8, Master::F32},
     {DType::BF16, DType::BF16, DType::U8, Master::Remainder16},
 };
 
@@ -104,8 +107,8 @@ struct Launch {
   const double* grad_sum;   // nullptr, or the squared norm of the gradients, after that
   double max_norm;          // to which they are clipped then
 
-  double* sums;          // [parameters of the table, kMaxSums]
-  double* partial_sums;  // [.., kMaxSums], at Row::first_sum
+  double* sums;          // [parameters of the table, kMaxSums]; nullptr: only the total is wanted
+  double* partial_sums;  // [.., kMaxSums], at Row::first_sum; or of each block
   // [num_rows + 2], zeros, which they are again when the kernel has ended: tiles that are done, of
   // each row; rows that are done; tiles that are dealt out.
   uint32_t* tickets;

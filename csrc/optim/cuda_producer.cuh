@@ -74,7 +74,8 @@ class Producer {
       }
       const uint32_t num_tiles = min(min(last, row_.end_tile) - tile, most);
       // Without a gradient there is nothing to do, but to say that its sums are 0.
-      if (grad_ != nullptr || Update::kNumSums > 0) push(entry, tile, num_tiles);
+      const bool has_sums = Update::kNumSums > 0 && launch_.sums != nullptr;
+      if (grad_ != nullptr || has_sums) push(entry, tile, num_tiles);
       row_.num_done += num_tiles;
       tile += num_tiles;
     }

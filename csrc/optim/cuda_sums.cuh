@@ -59,6 +59,7 @@ class Adder {
 
   // Called by all consumers, before a stage is added to `values`.
   __device__ void begin(const Stage<Update>& stage) {
+    if (launch_.sums == nullptr) return;
     if (stage.tensor.number != number_) {
       end_part();
       number_ = stage.tensor.number;
@@ -70,6 +71,7 @@ class Adder {
 
   // Once there are no more.
   __device__ void end() {
+    if (launch_.sums == nullptr) return end_block();
     end_part();
     count();
   }
@@ -113,7 +115,32 @@ class Adder {
       shared_.num_complete = shared_.num_parted = 0;
     }
     meet_consumers();
-    if (shared_.is_last) add_total();
+    if (shared_.is_last) {
+      add_total(launch_.num_rows, [&](uint32_t i) {
+        return &launch_.sums[static_cast<int64_t>(launch_.rows[i].index) * kMaxSums];
+      });
+    }
+  }
+
+  // Where only the total is wanted, which so is added up in two steps.
+  __device__ void end_block() {
+    const double sum = sum_over_block(values[0]);
+    if (threadIdx.x == 0) {
+      launch_.partial_sums[blockIdx.x] = sum;
+      shared_.is_last = takes_last(&launch_.tickets[launch_.num_rows], 1, gridDim.x);
+    }
+    meet_consumers();
+    if (shared_.is_last) {
+      add_total(gridDim.x, [&](uint32_t i) { return &launch_.partial_sums[i]; });
+    }
+  }
+
+  // In thread 0.
+  __device__ double sum_over_block(double value) {
+    value = sum_over_warp(value);
+    if (lane() == 0) shared_.of_warps[threadIdx.x / kLanes] = value;
+    meet_consumers();
+    return sum_of(shared_.of_warps);
   }
 
   __device__ double* partial_sums(const Row& row) {
@@ -150,18 +177,15 @@ class Adder {
     }
   }
 
-  // Over all tensors.
-  __device__ void add_total() {
+  // Over all tensors, or all blocks.
+  template <class At>
+  __device__ void add_total(uint32_t num_sums, At at) {
     double sum = 0.0;
 #pragma unroll 4
-    for (uint32_t i = threadIdx.x; i < launch_.num_rows; i += kConsumers) {
-      sum += __ldcg(&launch_.sums[static_cast<int64_t>(launch_.rows[i].index) * kMaxSums]);
-    }
-    sum = sum_over_warp(sum);
-    if (lane() == 0) shared_.of_warps[threadIdx.x / kLanes] = sum;
-    meet_consumers();
+    for (uint32_t i = threadIdx.x; i < num_sums; i += kConsumers) sum += __ldcg(at(i));
+    meet_consumers();  // of_warps is free again
+    sum = sum_over_block(sum);
     if (threadIdx.x != 0) return;
-    sum = sum_of(shared_.of_warps);
     if (launch_.adds_to_total) sum += *launch_.total;
     *launch_.total = sum;
     *launch_.total_is_bad = isfinite(sum) ? 0.0f : 1.0f;

@@ -2,57 +2,16 @@
 
 #include <vector>
 
+#include "optim/cuda_batch.h"
 #include "optim/table.h"
 
 namespace gpumode::optim {
-
-// Bytes on the device that follow bytes on the host. What a CUDA graph has recorded is not changed
-// any more: the next bytes get memory of their own.
-class DeviceCopy {
- public:
-  void upload(const void* data, int64_t nbytes, at::Device device);
-  // For a kernel that is launched now.
-  void* address();
-  bool was_recorded() const { return is_recorded_ || !recorded_.empty(); }
-  // Whether the bytes come when a graph is replayed, and so may not be there now.
-  bool is_of_a_graph() const;
-
- private:
-  at::Tensor tensor_;
-  bool is_recorded_ = false, is_uploaded_by_graph_ = false;
-  std::vector<at::Tensor> recorded_;
-};
-
-// The parameters of one kernel.
-struct Batch {
-  // What a row was made from.
-  struct Seen {
-    std::vector<int64_t> param_strides, grad_strides;
-    std::vector<int64_t> layout;  // as Row::layout
-  };
-
-  std::vector<Row> rows;
-  std::vector<void*> grads;
-  std::vector<Seen> seen;
-  bool rows_are_new = true, grads_are_new = true;
-
-  DeviceCopy device_rows, device_grads, layouts, row_of_tiles, tickets;
-  uint32_t num_tiles = 0, num_sums = 0, num_tickets = 0, tiles_of_sum = 1;
-  int64_t stage_bytes = 0, grads_at_once = 1;
-
-  void clear();
-  void add(uint32_t index, const at::Tensor& param);
-  void upload(at::Device device);
-
- private:
-  void cut(at::Device device);
-};
 
 class CudaTable final : public Table {
  public:
   CudaTable(const Rule& rule, at::Device device) : Table(rule), device_(device) {}
 
-  GradSums grad_sums(const Scale& scale) override;
+  GradSums grad_sums(const Scale& scale, bool needs_each) override;
   at::Tensor start(const Scale& scale) override;
   void finish(const Scale& scale, const at::Tensor& sums) override;
   bool was_recorded() const override;

@@ -14,7 +14,7 @@ GPUMODE_HD double clip_coefficient(double norm, double max_norm) {
 template <class T>
 struct GradNorm {
   static constexpr unsigned kAccess = kReadsGrad;
-  static constexpr int kNumStates = 0;
+  static constexpr int kNumStates = 0, kNumUsualStates = 0;
   static constexpr unsigned kSquares = 0;
   static constexpr int kNumSums = 1;
 
@@ -26,7 +26,7 @@ struct GradNorm {
 template <class T>
 struct GradScale {
   static constexpr unsigned kAccess = kReadsParam | kWritesParam | kReadsGrad;
-  static constexpr int kNumStates = 0;
+  static constexpr int kNumStates = 0, kNumUsualStates = 0;
   static constexpr unsigned kSquares = 0;
   static constexpr int kNumSums = 0;
 

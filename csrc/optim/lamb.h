@@ -42,7 +42,7 @@ struct LambDirection {
 template <class T>
 struct LambMoments {
   static constexpr unsigned kAccess = kReadsParam | kReadsGrad | kReadsStates | kWritesStates;
-  static constexpr int kNumStates = 2;
+  static constexpr int kNumStates = 2, kNumUsualStates = 2;
   static constexpr unsigned kSquares = 0b10;
   static constexpr int kNumSums = 2;
 
@@ -63,7 +63,7 @@ struct LambMoments {
 template <class T>
 struct LambApply {
   static constexpr unsigned kAccess = kReadsParam | kWritesParam | kReadsStates | kIsOfItsTensor;
-  static constexpr int kNumStates = 2;
+  static constexpr int kNumStates = 2, kNumUsualStates = 2;
   static constexpr unsigned kSquares = 0b10;
   static constexpr int kNumSums = 0;
 

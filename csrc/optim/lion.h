@@ -12,7 +12,7 @@ struct LionHyper {
 template <class T>
 struct LionUpdate {
   static constexpr unsigned kAccess = kAll;
-  static constexpr int kNumStates = 1;
+  static constexpr int kNumStates = 1, kNumUsualStates = 1;
   static constexpr unsigned kSquares = 0;
   static constexpr int kNumSums = 0;
 

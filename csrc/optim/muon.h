@@ -15,7 +15,7 @@ struct MuonHyper {
 template <class T>
 struct MuonDirection {
   static constexpr unsigned kAccess = kReadsGrad | kReadsStates | kWritesStates;
-  static constexpr int kNumStates = 2;
+  static constexpr int kNumStates = 2, kNumUsualStates = 2;
   static constexpr unsigned kSquares = 0;
   static constexpr int kNumSums = 0;
 
@@ -40,7 +40,7 @@ struct MuonDirection {
 template <class T>
 struct MuonApply {
   static constexpr unsigned kAccess = kReadsParam | kWritesParam | kReadsStates | kIsOfItsTensor;
-  static constexpr int kNumStates = 1;
+  static constexpr int kNumStates = 1, kNumUsualStates = 1;
   static constexpr unsigned kSquares = 0;
   static constexpr int kNumSums = 0;
 

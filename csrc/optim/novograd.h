@@ -18,7 +18,7 @@ struct NovogradHyper {
 template <class T>
 struct NovogradUpdate {
   static constexpr unsigned kAccess = kAll | kIsOfItsTensor | kWritesScalar;
-  static constexpr int kNumStates = 1;
+  static constexpr int kNumStates = 1, kNumUsualStates = 1;
   static constexpr unsigned kSquares = 0;
   static constexpr int kNumSums = 0;
 

@@ -13,7 +13,7 @@ struct RmspropHyper {
 template <class T>
 struct RmspropUpdate {
   static constexpr unsigned kAccess = kAll;
-  static constexpr int kNumStates = 3;
+  static constexpr int kNumStates = 3, kNumUsualStates = 1;
   static constexpr unsigned kSquares = 0b1;
   static constexpr int kNumSums = 0;
 

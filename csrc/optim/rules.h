@@ -12,14 +12,15 @@ namespace gpumode::optim {
 struct Pass {
   void (*on_cpu)(const Piece* pieces, int64_t num_pieces, const StepOptions& options, double* sums);
   Status (*on_cuda)(const Launch& launch, void* stream);  // nullptr in a build without CUDA
+  int num_usual_states;                                   // Update::kNumUsualStates
 };
 
 template <template <class> class Update>
 constexpr Pass pass_of() {
 #ifdef GPUMODE_WITH_CUDA
-  return {run_pieces<Update>, launch<Update>};
+  return {run_pieces<Update>, launch<Update>, Update<float>::kNumUsualStates};
 #else
-  return {run_pieces<Update>, nullptr};
+  return {run_pieces<Update>, nullptr, Update<float>::kNumUsualStates};
 #endif
 }
 

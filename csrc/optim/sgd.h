@@ -13,7 +13,7 @@ struct SgdHyper {
 template <class T>
 struct SgdUpdate {
   static constexpr unsigned kAccess = kAll;
-  static constexpr int kNumStates = 1;
+  static constexpr int kNumStates = 1, kNumUsualStates = 1;
   static constexpr unsigned kSquares = 0;
   static constexpr int kNumSums = 0;
 

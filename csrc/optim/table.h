@@ -34,7 +34,7 @@ struct Scale {
 
 // Squared norms of gradients.
 struct GradSums {
-  at::Tensor each;    // [number of parameters], float64; 0 of those that have none
+  at::Tensor each;    // [number of parameters], float64; 0 of those that have none; or undefined
   at::Tensor total;   // float64, one number
   at::Tensor is_bad;  // float32, one number: 1 if the total is not finite, else 0
 };
@@ -73,7 +73,7 @@ class Table {
   std::vector<int64_t> without_state() const;
 
   // Of the gradients as Scale::grad_scale leaves them.
-  virtual GradSums grad_sums(const Scale& scale) = 0;
+  virtual GradSums grad_sums(const Scale& scale, bool needs_each) = 0;
 
   // Updates all parameters that have a gradient, in two halves. Between them the caller may change
   // what was summed over each parameter, [number of parameters, kMaxSums], float64: where others

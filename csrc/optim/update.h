@@ -12,9 +12,10 @@ namespace gpumode::optim {
 //     update(p, g, states, terms)
 //
 // with what its kAccess says to read, in T, and changes in place what it says to write. A state
-// that a Job has no memory for is not read, and what is written to it is dropped. `terms` are
-// summed over the tensor into Job::sums, for the pass that comes next. kSquares has a bit for each
-// state that is never negative, since it is of squares.
+// that a Job has no memory for is 0, and what is written to it is dropped; the first
+// kNumUsualStates are those that are there unless an option adds more. `terms` are summed over the
+// tensor into Job::sums, for the pass that comes next. kSquares has a bit for each state that is
+// never negative, since it is of squares.
 enum Access : unsigned {
   kReadsParam = 1,
   kWritesParam = 2,

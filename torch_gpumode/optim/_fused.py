@@ -15,7 +15,7 @@ from torch_gpumode.optim._dtensor import local, with_part
 from torch_gpumode.optim._groups import LiveHyper, adopted
 from torch_gpumode.optim._precision import DTYPES, Precision, PrecisionOptions
 from torch_gpumode.optim._scaling import Scaling
-from torch_gpumode.optim._state import ParamState, States, Watch
+from torch_gpumode.optim._state import ParamState, States, Watch, one_number
 from torch_gpumode.optim._table import ParamTable, ParamTables
 
 if TYPE_CHECKING:
@@ -481,25 +481,3 @@ class FusedOptimizer(torch.optim.Optimizer):
             tables = ParamTables(self, only)
         tables.update_hyper()
         return tables
-
-
-def one_number(value: Any, device: torch.device) -> Tensor:
-    """Returns a state of one number as the table needs it, whatever form it was saved in."""
-    if isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() == 0:
-        return value.to(device)
-    return torch.full((), float(value), dtype=torch.float32, device=device)
-
-
-def check_at_least_zero(group: dict[str, Any], **names: str) -> None:
-    """Raises ValueError, in torch's words, for the first key whose value is negative."""
-    for key, what in names.items():
-        if not group[key] >= 0.0:
-            raise ValueError(f"Invalid {what}: {group[key]}")
-
-
-def check_betas(group: dict[str, Any]) -> None:
-    if len(group["betas"]) != 2:
-        raise ValueError(f"Invalid betas: {group['betas']}: expected two numbers")
-    for index, beta in enumerate(group["betas"]):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")

@@ -229,3 +229,18 @@ class LiveHyper:
         values = values.pin_memory() if to.is_cuda else values
         with torch.no_grad():
             to.copy_(values, non_blocking=True)
+
+
+def check_at_least_zero(group: dict[str, Any], **names: str) -> None:
+    """Raises ValueError, in torch's words, for the first key whose value is negative."""
+    for key, what in names.items():
+        if not group[key] >= 0.0:
+            raise ValueError(f"Invalid {what}: {group[key]}")
+
+
+def check_betas(group: dict[str, Any]) -> None:
+    if len(group["betas"]) != 2:
+        raise ValueError(f"Invalid betas: {group['betas']}: expected two numbers")
+    for index, beta in enumerate(group["betas"]):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
+if TYPE_CHECKING:
     from torch_gpumode.optim._traced import Traced
 
 
@@ -119,3 +120,10 @@ class States(_Watched):
         for key, value in self.items():
             copy[key] = dict(value) if isinstance(value, ParamState) else value
         return copy
+
+
+def one_number(value: Any, device: torch.device) -> Tensor:
+    """Returns a state of one number as the table needs it, whatever form it was saved in."""
+    if isinstance(value, Tensor) and value.dtype == torch.float32 and value.dim() == 0:
+        return value.to(device)
+    return torch.full((), float(value), dtype=torch.float32, device=device)

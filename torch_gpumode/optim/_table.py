@@ -213,7 +213,7 @@ class ParamTable:
         """
         try:
             self._tell_grads()
-            sums = self._table.grad_sums(scale)
+            sums = self._table.grad_sums(scale, needs_each=bool(self._parts))
         finally:
             self._forget_grads()
         if not self._parts:

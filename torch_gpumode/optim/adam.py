@@ -6,12 +6,8 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from torch_gpumode.optim._fused import (
-    FusedOptimizer,
-    Params,
-    check_at_least_zero,
-    check_betas,
-)
+from torch_gpumode.optim._fused import FusedOptimizer, Params
+from torch_gpumode.optim._groups import check_at_least_zero, check_betas
 from torch_gpumode.optim._precision import PrecisionOptions
 
 
@@ -90,7 +86,6 @@ class FusedAdam(FusedOptimizer):
             "beta2": beta2,
             "eps": group["eps"],
             "weight_decay": group["weight_decay"],
-            "amsgrad": group["amsgrad"],
             "maximize": group["maximize"],
             "decoupled": group["decoupled_weight_decay"],
         }

@@ -47,7 +47,7 @@ def clip_grad_norm_(
         )
     tables = _tables_of(grads)
     c = _extension.load()
-    sums = [table.grad_sums(c.Scale()).total for table in tables.values()]
+    sums = [table.grad_sums(c.Scale(), needs_each=False).total for table in tables.values()]
     first = grads[0].device
     grad_sum = torch.stack([each.to(first) for each in sums]).sum() if len(sums) > 1 else sums[0]
     is_double = any(grad.dtype == torch.float64 for grad in grads)

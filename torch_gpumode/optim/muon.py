@@ -12,13 +12,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from torch_gpumode.optim._dtensor import local, with_part
-from torch_gpumode.optim._fused import (
-    FusedOptimizer,
-    Params,
-    check_at_least_zero,
-    one_number,
-)
+from torch_gpumode.optim._fused import FusedOptimizer, Params
+from torch_gpumode.optim._groups import check_at_least_zero
 from torch_gpumode.optim._precision import PrecisionOptions
+from torch_gpumode.optim._state import one_number
 from torch_gpumode.optim._table import ParamTable
 
 ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")

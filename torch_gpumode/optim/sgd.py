@@ -6,7 +6,8 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from torch_gpumode.optim._fused import FusedOptimizer, Params, check_at_least_zero
+from torch_gpumode.optim._fused import FusedOptimizer, Params
+from torch_gpumode.optim._groups import check_at_least_zero
 from torch_gpumode.optim._precision import PrecisionOptions
 
 
