@@ -75,6 +75,20 @@ def test_fsdp(name: str, options: dict[str, Any], max_norm: float | None):
         torch.testing.assert_close(optimizers[0].grad_norm, optimizers[1].grad_norm)
 
 
+def test_nothing_waits_for_the_device():
+    model = sharded()
+    plain = nn.Parameter(torch.randn(5, device="cuda"))
+    optimizer = optim.FusedAdamW([*model.parameters(), plain], lr=0.1)
+    for number in range(3):
+        backward(model, number)
+        plain.grad = torch.randn_like(plain)
+        torch.cuda.set_sync_debug_mode("error" if number > 0 else "default")
+        try:
+            optimizer.step(max_norm=1.0)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def test_attached():
     models = sharded(), mlp()
     optimizers = [optim.FusedAdamW(model.parameters(), lr=0.1) for model in models]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -46,22 +47,35 @@ def local_grad(param: DTensor) -> Tensor | None:
     return local(grad)
 
 
-def add_up(sums: Tensor, params: Sequence[Tensor]) -> None:
-    """Adds up over the mesh, in place, what each process has summed over its part of params[i].
+class Sharded:
+    """Which of some parameters are DTensors of which several processes have parts."""
 
-    Args:
-        sums: [len(params), ...], float64, on cpu or the parameters' device.
-        params: in the same order on all processes.
-    """
-    sharded = defaultdict(list)
-    for i, param in enumerate(params):
-        if not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is None:
-            continue
-        dims = tuple(d for d, place in enumerate(param.placements) if not place.is_replicate())
-        if dims:
-            sharded[param.device_mesh, dims].append(i)
-    for (mesh, dims), indices in sharded.items():
-        part = sums[indices]
-        for dim in dims:
-            dist.all_reduce(part, group=mesh.get_group(dim))
-        sums[indices] = part
+    def __init__(self, params: Sequence[Tensor], device: torch.device) -> None:
+        """Takes the parameters in the same order on all processes, all parts on this device."""
+        found = defaultdict(list)
+        for i, param in enumerate(params):
+            if not isinstance(param, DTensor) or param.device_mesh.get_coordinate() is None:
+                continue
+            dims = tuple(d for d, place in enumerate(param.placements) if not place.is_replicate())
+            if dims:
+                found[param.device_mesh, dims].append(i)
+        # On the device, so that nothing waits for it; None: all.
+        self._indices = {
+            key: None if len(those) == len(params) else torch.tensor(those, device=device)
+            for key, those in found.items()
+        }
+
+    def add_up(self, sums: Tensor) -> None:
+        """Adds up over the meshes, in place, what each process has summed over its parts.
+
+        Args:
+            sums: [number of parameters, ...], float64.
+        """
+        for (mesh, dims), indices in self._indices.items():
+            part = sums.contiguous() if indices is None else sums[indices]
+            for dim in dims:
+                dist.all_reduce(part, group=mesh.get_group(dim))
+            if indices is None:
+                sums.copy_(part)
+            else:
+                sums[indices] = part

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torch_gpumode import _extension
-from torch_gpumode.optim._dtensor import add_up, local, local_grad
+from torch_gpumode.optim._dtensor import Sharded, local, local_grad
 from torch_gpumode.optim._groups import hyper_values
 from torch_gpumode.optim._scaling import Scaling
 
@@ -104,6 +104,7 @@ class ParamTable:
                 if param in chosen:
                     self._add(param, index, number)
                 number += 1
+        self._sharded = Sharded(self._params, device)
         self._seen_params = [list(group["params"]) for group in groups]
         self._seen: list[tuple[Any, ...]] = [()] * len(groups)
         self._seen_states = list(map(optimizer._state_names, groups))
@@ -218,7 +219,7 @@ class ParamTable:
             self._forget_grads()
         if not self._parts:
             return sums.total, sums.is_bad
-        add_up(sums.each, self._params)
+        self._sharded.add_up(sums.each)
         total = sums.each.sum()
         return total, is_bad(total)
 
@@ -245,7 +246,7 @@ class ParamTable:
         """All passes but the last; returns what was summed over each parameter, if anything."""
         sums: Tensor | None = self._table.start(scale)
         if sums is not None and self._parts:
-            add_up(sums, self._params)
+            self._sharded.add_up(sums)
         return sums
 
     def _finish(self, scale: Any, sums: Tensor | None) -> None:
