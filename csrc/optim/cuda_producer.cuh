@@ -154,9 +154,11 @@ class Producer {
   __device__ void push(const Entry* entry, uint32_t tile, uint32_t num_tiles) {
     shared_.empty[turn_.stage].wait(turn_.phase ^ 1);
     Stage<Update>& stage = shared_.stages[turn_.stage];
+    const bool is_there = stage.tensor.number == row_.number;
+    __syncwarp();  // all have looked before one writes
     if (entry != nullptr) {
       describe(&stage.tensor, *entry);
-    } else if (stage.tensor.number != row_.number) {
+    } else if (!is_there) {
       copy(&stage.tensor, *tensor_);
     }
     __syncwarp();
@@ -196,6 +198,7 @@ class Producer {
         uint8_t* const exponents = exponent_at(row.states[k], row.numel, first);
         loads.add(memory + stage.tensor.offsets[kStateOperand + k] + kTileOfBlocks, exponents,
                   static_cast<uint32_t>(in_vectors(num_loaded / kBlock)));
+        if (lane() != 0) continue;
         stage.exponents[k] = exponents;
         stage.keys[k] = random_key_at(stage.tensor.keys[1 + k], first);
       }
