@@ -333,8 +333,8 @@ BAD: list[tuple[str, type[Exception], str, Callable[[Call], dict[str, Any]]]] = 
     (
         "hyper",
         ValueError,
-        r"hyper: expected float64 of shape \[num_groups, at least 7\]",
-        given(hyper=torch.rand(1, 6, dtype=F64)),
+        r"hyper: expected float64 of shape \[num_groups, at least 8\]",
+        given(hyper=torch.rand(1, 7, dtype=F64)),
     ),
     ("dtype", ValueError, r"hyper: expected float64", given(hyper=torch.rand(1, 8))),
     ("master", ValueError, r'master: expected None, "fp32" or', given(master="fp16")),
@@ -421,3 +421,9 @@ def test_bad_input_of_grad_sum():
         op([torch.rand(3)], torch.rand(2))
     with pytest.raises(RuntimeError, match="sparse"):
         op([torch.rand(3).to_sparse()])
+
+
+def test_sum_of_an_expanded_gradient():
+    grad = torch.randn(1, 100).expand(3, 100)
+    found = torch.ops.gpumode.grad_sum([grad], None)
+    torch.testing.assert_close(found, grad.double().square().sum())

@@ -280,3 +280,12 @@ def test_another_shape():
         assert bits([params, [dict(optimizer.state[param]) for param in params]]) == before
     with pytest.raises(RuntimeError, match=r"exp_avg of a parameter of shape \(40, 127\)"):
         optimizer.state_dict()
+
+
+def test_state_dict_is_of_one_moment():
+    """What is unpacked is a copy, and so is the step that belongs to it."""
+    optimizer, params = trained()
+    saved = optimizer.state_dict()
+    before = bits(saved["state"][0])
+    train(optimizer, params, 3, torch.Generator().manual_seed(1))
+    assert bits(saved["state"][0]) == before

@@ -282,6 +282,25 @@ def test_memory_that_moved():
     assert all(map(torch.equal, params, others))
 
 
+def test_other_views_of_the_same_memory():
+    memory = torch.randn(2, 48, 48, device="cuda")
+    values = memory.clone()
+    ours, theirs = parameter(memory[0]), parameter(memory[0].clone())
+    optimizers = [optim.FusedSGD([p], lr=0.1) for p in (ours, theirs)]
+    for view in (lambda m: m[0], lambda m: m[1], lambda m: m[1].t(), lambda m: m[1].view(64, 36)):
+        before = memory.clone()
+        ours.grad = theirs.grad = None
+        ours.data = view(memory)
+        theirs.data = view(values).clone()
+        ours.grad = torch.randn(ours.shape, device="cuda")
+        theirs.grad = ours.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        view(before).copy_(theirs.detach())
+        assert torch.equal(memory, before)
+        values = memory.clone()
+
+
 def test_two_devices():
     cpu, cuda = [p.detach().cpu() for p in make()], make()
     mixed = [parameter(each) for each in cpu]

@@ -380,3 +380,16 @@ def test_grad_scaler_with_bfloat16_and_master():
         scaler.step(optimizer)
         assert (everything(optimizer) == before) == (number == 1)
         scaler.update(8.0)
+
+
+def test_negative_squares_are_not_finite():
+    """Nobody but who changes a state makes them; then a step must not look like one."""
+    params = [parameter(torch.zeros(10)) for _ in range(2)]
+    optimizers = [FUSED["Adam"](params[:1], lr=0.1), torch.optim.Adam(params[1:], lr=0.1)]
+    for param, optimizer in zip(params, optimizers, strict=True):
+        param.grad = torch.zeros(10)
+        optimizer.step()
+        optimizer.state[param]["exp_avg"].fill_(1.0)
+        optimizer.state[param]["exp_avg_sq"].fill_(-1e-12)
+        optimizer.step()
+        assert param.isnan().all()

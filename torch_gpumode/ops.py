@@ -35,8 +35,8 @@ rmsprop_, lion_, lamb_, novograd_. torch_gpumode.optim.naive says what each comp
         multiplied by max_norm / (sqrt(grad_sum) + 1e-6), if that is less than 1.
 
     op         states                              columns of hyper
-    adam_      exp_avg, exp_avg_sq, max_exp_avg_sq lr, beta1, beta2, eps, weight_decay, maximize,
-                                                   decoupled
+    adam_      exp_avg, exp_avg_sq, max_exp_avg_sq lr, beta1, beta2, eps, weight_decay, amsgrad,
+                                                   maximize, decoupled
     sgd_       momentum_buffer                     lr, momentum, dampening, weight_decay, nesterov,
                                                    maximize
     adagrad_   sum                                 lr, lr_decay, eps, weight_decay, maximize

@@ -1,5 +1,6 @@
 #include "ops/optim.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/scalar_tensor.h>
 
 #include <memory>
@@ -170,7 +171,13 @@ at::Tensor grad_sum(at::TensorList grads, const std::optional<at::Tensor>& grad_
   if (grads.empty()) return at::scalar_tensor(0.0, at::kDouble);
   const at::Device device = grads[0].device();
   const std::unique_ptr<optim::Table> table = optim::Table::make(optim::kGrads.name, device);
-  for (const at::Tensor& grad : grads) table->set_grad(table->add(grad, {}, 0, 0), grad);
+  for (const at::Tensor& grad : grads) {
+    // As its own parameter, which must not share memory with itself.
+    const bool overlaps =
+        grad.layout() == at::kStrided && at::has_internal_overlap(grad) == at::MemOverlap::Yes;
+    const at::Tensor own = overlaps ? grad.contiguous() : grad;
+    table->set_grad(table->add(own, {}, 0, 0), own);
+  }
   optim::Scale scale;
   scale.grad_scale = number(grad_scale, "grad_scale", device, at::kFloat);
   return table->grad_sums(scale, /*needs_each=*/false).total;

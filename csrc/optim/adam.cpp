@@ -4,10 +4,11 @@
 
 namespace gpumode::optim {
 
-const Rule kAdam = {"adam",
-                    {"lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "decoupled"},
-                    3,
-                    {pass_of<AdamUpdate>()},
-                    nullptr};
+const Rule kAdam = {
+    "adam",
+    {"lr", "beta1", "beta2", "eps", "weight_decay", "amsgrad", "maximize", "decoupled"},
+    3,
+    {pass_of<AdamUpdate>()},
+    nullptr};
 
 }  // namespace gpumode::optim

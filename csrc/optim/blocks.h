@@ -89,7 +89,8 @@ struct Square8 {
   using Magnitude = Magnitude8<5, 0xff>;
   static GPUMODE_HD float widen(uint8_t code, float scale) { return Magnitude::widen(code, scale); }
   static GPUMODE_HD uint32_t narrow(float x, float inverse_scale, uint32_t random) {
-    const uint32_t code = Magnitude::narrow(x * inverse_scale, random);
+    const float magnitude = float_of(bits_of(x) & 0x7fffffffu);  // negative ones are nobody's
+    const uint32_t code = Magnitude::narrow(magnitude * inverse_scale, random);
     return code > 1u ? code : 1u;
   }
 };

@@ -182,7 +182,7 @@ GPUMODE_HD void store_blocks(const Job& job, const Operand& operand, int64_t beg
     const float inverse_scale = Magnitude::inverse_scale(exponent);
     uint32_t words[kBlock / 2];
     uint16_t random[kBlock];
-    const auto pair = static_cast<uint32_t>((begin + first) / 2);
+    const auto pair = static_cast<uint32_t>(begin + first) / 2;
     for (uint32_t i = 0; i < kBlock / 2; ++i) words[i] = random_bits(random_key, pair + i);
     std::memcpy(random, words, sizeof(random));
 #pragma GCC ivdep

@@ -64,7 +64,9 @@ void CudaTable::fetch_ahead(size_t i, size_t end) const {
     const Look& look = looks_[i + kFar];
     __builtin_prefetch(look.grad_slot);
     for (int k = 0; k < look.num_parts; ++k) {
-      __builtin_prefetch(look.parts[k].tensor);
+      const auto* impl = reinterpret_cast<const char*>(look.parts[k].tensor);
+      __builtin_prefetch(impl);
+      __builtin_prefetch(impl + sizeof(c10::TensorImpl) - 40);
       __builtin_prefetch(look.parts[k].storage);
     }
   }
@@ -92,12 +94,16 @@ bool CudaTable::is_as_seen(size_t i, const at::Tensor& grad) const {
     return false;
   }
   for (int k = 0; k < look.num_parts; ++k) {
-    const auto& [tensor, storage, memory] = look.parts[k];
+    const auto& [tensor, storage, memory, offset] = look.parts[k];
     const c10::StorageImpl* now = tensor->unsafe_storage().unsafeGetStorageImpl();
-    if (now != storage || now->data() != memory) return false;
+    if (now != storage || now->data() != memory || tensor->storage_offset() != offset ||
+        (look.is_plain && !tensor->is_contiguous())) {
+      return false;
+    }
   }
-  if (look.is_plain) return grad.is_contiguous();
   const at::Tensor& p = param.param;
+  if (param.sizes != nullptr && p.sizes() != *param.sizes) return false;
+  if (look.is_plain) return grad.is_contiguous() && grad.sizes() == p.sizes();
   const Batch& batch = batches_[static_cast<int>(where_[i].kind)];
   const Batch::Seen& seen = batch.seen[where_[i].row];
   return grad.sizes() == p.sizes() && grad.strides() == seen.grad_strides &&
@@ -115,7 +121,7 @@ void CudaTable::look_at(const Param& param, const at::Tensor& grad, const Operan
   const auto add = [&](const at::Tensor& tensor) {
     const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
     const c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
-    look->parts[look->num_parts++] = {impl, storage, storage->data()};
+    look->parts[look->num_parts++] = {impl, storage, storage->data(), impl->storage_offset()};
   };
   for (const auto& [tensor, operand] : tensors) {
     if (tensor != &grad) add(*tensor);

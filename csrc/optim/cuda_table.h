@@ -39,6 +39,7 @@ class CudaTable final : public Table {
       const c10::TensorImpl* tensor;
       const c10::StorageImpl* storage;
       const void* memory;  // of the storage
+      int64_t offset;      // in it
     };
     static constexpr int kMaxParts = 2 + kMaxStates;
 

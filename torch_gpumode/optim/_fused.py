@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable
+from copy import deepcopy
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack, overload
 
@@ -264,6 +265,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             params = [param for group in self.param_groups for param in group["params"]]
             for number, param in enumerate(params):
                 kept = saved["state"].get(number)
+                if isinstance(kept, dict) and any(map(_blocks.are_blocks, kept.values())):
+                    kept["step"] = deepcopy(kept["step"])  # as what is unpacked
                 for name in kept if isinstance(kept, dict) else ():
                     kept[name] = self._saved(param, name, kept[name])
 

@@ -86,6 +86,7 @@ class FusedAdam(FusedOptimizer):
             "beta2": beta2,
             "eps": group["eps"],
             "weight_decay": group["weight_decay"],
+            "amsgrad": group["amsgrad"],
             "maximize": group["maximize"],
             "decoupled": group["decoupled_weight_decay"],
         }
