@@ -59,7 +59,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             None: float32. Those of float64 parameters are float64. With torch.uint8, states are
             float32 where a parameter has fewer than 4,096 elements or is not contiguous, where a
             difference or a maximum is taken of them (RMSprop's `centered`, `amsgrad`), and in
-            checkpoints, which so hold them exactly. In a block, what is a millionth of the largest
+            checkpoints, which so hold them exactly. In a block, what is a 100,000th of the largest
             is no longer told from less, and a NaN, or a gradient beyond 1e19, spoils all: clip.
             Loaded states keep the dtype that they have otherwise.
         seed: of stochastic rounding.
