@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -155,3 +156,26 @@ def test_refusals():
     optim.attach(ours, model)
     with pytest.raises(ValueError, match="already"):
         optim.attach(ours, model.first)
+
+
+@pytest.mark.parametrize("argument", ["max_norm", "scaler"])
+def test_what_needs_all_gradients_is_refused(argument: str):
+    model = nn.Linear(3, 2)
+    optimizer = optim.FusedSGD(model.parameters(), lr=0.1)
+    value = {"max_norm": 1.0, "scaler": torch.amp.GradScaler("cpu")}[argument]
+    with optim.attach(optimizer, model):
+        model(torch.randn(4, 3)).sum().backward()
+        with pytest.raises(RuntimeError, match=f"^{argument}: the optimizer is attached"):
+            optimizer.step(**{argument: value})
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step(max_norm=1.0)
+
+
+def test_a_scheduler_does_not_warn():
+    model = nn.Linear(3, 2)
+    optimizer = optim.FusedSGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with optim.attach(optimizer, model), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(4, 3)).sum().backward()
+        scheduler.step()

@@ -241,3 +241,18 @@ def test_state_dict_of_another_model(name: str):
             texts.append(error_of(lambda o=optimizer, s=saved: o.load_state_dict(s)))
             assert everything(optimizer) == before
         assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_arguments_that_are_not_there(name: str):
+    param = parameter(torch.ones(3))
+    with pytest.raises(TypeError, match=rf"^Fused{name}.__init__\(\) got an unexpected .*'speed'"):
+        FUSED[name]([param], speed=1)
+
+
+def test_precision_of_the_wrong_type():
+    param = parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="stochastic_rounding: 'yes'"):
+        FUSED["AdamW"]([param], stochastic_rounding="yes")
+    with pytest.raises(ValueError, match="seed: -1: expected an int of at least 0"):
+        FUSED["AdamW"]([param], seed=-1)

@@ -13,6 +13,9 @@ import torch
 from _optim import BF16, F16, F32, F64, FUSED, NAMESAKES, Twins, bits, parameter, randn
 from torch.distributed.checkpoint import state_dict as dcp
 
+from torch_gpumode import optim
+from torch_gpumode.optim import _precision
+
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("Adam", {"weight_decay": 0.1}),
     ("Adam", {"amsgrad": True}),
@@ -296,3 +299,43 @@ def test_distributed_checkpoint(name: str):
     params = [list(model.parameters()) for model in models]
     assert bits(params[0]) == bits(params[1])
     assert saved_bits(optimizers[0]) == saved_bits(optimizers[1])
+
+
+@pytest.mark.parametrize("then", [None, "fp32", "remainder16"])
+@pytest.mark.parametrize("first", [None, "fp32", "remainder16"])
+def test_masters_of_another_kind(first: str | None, then: str | None):
+    """The exact value goes on from one kind to the other; nothing stays of a kind not wanted."""
+    names = {"fp32": "master_param", "remainder16": "remainder"}
+    generator = torch.Generator().manual_seed(0)
+    values = randn([300], BF16, generator)
+    param, exact = parameter(values), parameter(values.float())
+    optimizer = optim.FusedSGD([param], lr=1e-3, master=first)
+    reference = optim.FusedSGD([exact], lr=1e-3)
+    for _ in range(7):
+        exact.grad = randn([300], F32, generator)
+        param.grad = exact.grad.clone()
+        optimizer.step()
+        reference.step()
+    other = parameter(param.detach().clone())
+    resumed = optim.FusedSGD([other], lr=1e-3, master=then)
+    resumed.load_state_dict(optimizer.state_dict())
+    other.grad = torch.zeros(300)
+    resumed.step()
+    kept = resumed.state[other]
+    assert set(kept) & set(names.values()) == ({names[then]} if then else set())
+    if first is None or then is None:
+        assert torch.equal(other, param)
+        return
+    now = (
+        kept["master_param"]
+        if then == "fp32"
+        else _precision.master_of(other.detach(), kept["remainder"])
+    )
+    assert ((now - exact).abs() <= exact.abs() * 2.0**-23).all()
+
+
+def test_remainder_of_a_parameter_that_others_wrote():
+    high = torch.tensor([1.0, -1.0, 2.0], dtype=BF16)
+    master = torch.tensor([1.001, -1.001, 3.0])
+    rest = _precision.remainder_of(high, master)
+    assert torch.equal(_precision.master_of(high, rest), torch.tensor([1.001, -1.001, 2.0]))

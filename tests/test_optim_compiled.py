@@ -303,3 +303,20 @@ def test_a_scaler_breaks_the_graph():
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="step with a scaler"):
         torch.compile(step, backend="eager", fullgraph=True)(scalers[1])
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_zero_grad_before_backward(fullgraph: bool):
+    """Is refused: it would look like training."""
+    model = nn.Linear(4, 3)
+    optimizer = optim.FusedAdamW(model.parameters(), lr=0.1)
+
+    def train(x: Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+
+    before = bits(list(model.parameters()))
+    with pytest.raises(Exception, match="calls zero_grad before backward and step"):
+        torch.compile(train, backend="aot_eager", fullgraph=fullgraph)(torch.randn(5, 4))
+    assert bits(list(model.parameters())) == before

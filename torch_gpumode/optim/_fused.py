@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Collection, Iterable
 from copy import deepcopy
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, ClassVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from torch_gpumode.optim import _blocks, _traced
+from torch_gpumode.optim import _blocks, _precision, _traced
 from torch_gpumode.optim._dtensor import local, with_part
 from torch_gpumode.optim._groups import LiveHyper, adopted
 from torch_gpumode.optim._precision import DTYPES, Precision, PrecisionOptions
@@ -51,16 +51,19 @@ class FusedOptimizer(torch.optim.Optimizer):
             copy, `state["master_param"]`, which follows what others write into the parameter;
             "remainder16": in 16 more bits for each element of a bfloat16 parameter,
             `state["remainder"]`, which together with the parameter are the same float32 in half
-            the memory; None: nowhere. Other parameters need none.
-        stochastic_rounding: what is stored as bfloat16 is rounded up or down by chance, so that the
-            average is right. The same `seed`, step and order of parameters give the same bits.
+            the memory, and stay when others write the parameter, half a bit of bfloat16 off; None:
+            nowhere. Other parameters need none. Loading a state of another kind converts it.
+        stochastic_rounding: what is stored as bfloat16 and has no master is rounded up or down by
+            chance, so that the average is right. The same `seed`, step and order of parameters give
+            the same bits.
         state_dtype: of new states: torch.float32, torch.bfloat16, or torch.uint8: 8-bit floats with
             a scale for each block of 128 elements, rounded stochastically, 1.008 bytes an element;
             None: float32. Those of float64 parameters are float64. With torch.uint8, states are
             float32 where a parameter has fewer than 4,096 elements or is not contiguous, where a
             difference or a maximum is taken of them (RMSprop's `centered`, `amsgrad`), and in
             checkpoints, which so hold them exactly. In a block, what is a 100,000th of the largest
-            is no longer told from less, and a NaN, or a gradient beyond 1e19, spoils all: clip.
+            is no longer told from less, and a NaN, or a gradient beyond 1e19, spoils all: `scaler`
+            leaves out steps that have one.
             Loaded states keep the dtype that they have otherwise.
         seed: of stochastic rounding.
 
@@ -105,6 +108,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise RuntimeError("`fused` does not support `differentiable`")
         if defaults.get("fused") and defaults.get("foreach"):
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+        for name in precision.keys() - {field.name for field in fields(Precision)}:
+            raise TypeError(
+                f"{type(self).__name__}.__init__() got an unexpected keyword argument {name!r}"
+            )
         # Not in the groups, so that a checkpoint has torch's own keys, and no others.
         self.precision = Precision(**precision)
         self._check_group(defaults)
@@ -338,15 +345,32 @@ class FusedOptimizer(torch.optim.Optimizer):
                 state[name] = kept  # others that use the state must hear of that
         if self._has_scalar:
             state.add("exp_avg_sq", one_number(state.get("exp_avg_sq", 0.0), param.device))
-        master = self.precision.master_of(param.dtype)
-        if master == "fp32" and "master_param" not in state:
-            state.add("master_param", param.detach().float())
-        if master == "remainder16" and "remainder" not in state:
-            zeros = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
-            state.add("remainder", zeros)
+        self._complete_master(param, state)
         if state:
             self.state.add(param, state)  # type: ignore[attr-defined]
         return {**state, "step": step}
+
+    def _complete_master(self, param: Tensor, state: ParamState) -> None:
+        """Adds the exact value of a parameter, from that of another kind if there is one."""
+        master = self.precision.master_of(param.dtype)
+        whole, remainder = state.get("master_param"), state.get("remainder")
+        part = local(param.detach())
+        if master == "fp32" and "master_param" not in state:
+            exact = part.float()
+            if part.dtype == torch.bfloat16 and _is(remainder, torch.int16):
+                exact = _precision.master_of(part, local(remainder))
+            state.add("master_param", with_part(param, exact))
+        if master == "remainder16" and "remainder" not in state:
+            rest = torch.zeros_like(part, dtype=torch.int16)
+            if _is(whole, torch.float32):
+                rest = _precision.remainder_of(part, local(whole))
+            state.add("remainder", with_part(param, rest))
+        if part.dtype not in (torch.bfloat16, torch.float16):
+            return
+        if master != "fp32" and _is(whole, torch.float32):
+            state.discard("master_param")
+        if master != "remainder16" and _is(remainder, torch.int16):
+            state.discard("remainder")
 
     # -------------------------------------------------------------------------- states of 8 bits
 
@@ -432,12 +456,19 @@ class FusedOptimizer(torch.optim.Optimizer):
             What `closure` returned, or None.
 
         Raises:
-            RuntimeError: with `scaler`, `closure` was given, or the step was made already.
+            RuntimeError: with `scaler`, `closure` was given, or the step was made already; with
+                `max_norm` or `scaler`, the optimizer is attached (`attach`).
             ValueError: `max_norm` is negative or NaN.
             What the class's docstring says.
         """
         if max_norm is not None and not max_norm >= 0:
             raise ValueError(f"Invalid max_norm: {max_norm}: expected a number of at least 0")
+        if self._attached and (max_norm is not None or scaler is not None):
+            name = "scaler" if max_norm is None else "max_norm"
+            raise RuntimeError(
+                f"{name}: the optimizer is attached to a model, and has made its steps in backward "
+                f"already, without: expected neither, or detach()"
+            )
         if torch.compiler.is_compiling():
             return _traced.step(self, closure, max_norm, scaler)
         return self._step(closure, max_norm, scaler)
@@ -484,3 +515,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             tables = ParamTables(self, only)
         tables.update_hyper()
         return tables
+
+
+def _is(state: Any, dtype: torch.dtype) -> TypeGuard[Tensor]:
+    return isinstance(state, Tensor) and state.dtype == dtype

@@ -88,6 +88,10 @@ class ParamState(_Watched):
         """Sets an item without telling the watch: the optimizer itself does that."""
         dict.__setitem__(self, key, value)
 
+    def discard(self, key: str) -> None:
+        """Removes an item without telling the watch."""
+        dict.pop(self, key, None)
+
 
 class States(_Watched):
     """What all parameters keep; makes the state of one that has none yet, as a defaultdict does."""

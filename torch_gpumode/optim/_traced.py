@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.distributed.tensor import DTensor
 
 from torch_gpumode import _extension
@@ -52,6 +53,7 @@ class Traced:
         self.masters: list[list[Tensor]] = []
         self.scalars: list[list[Tensor]] = []
         self.hyper: Tensor | None = None
+        self._zeroed_in: weakref.ref[TracingContext] | None = None
         # What a step leaves behind: here, because Dynamo drops what is set on an optimizer.
         self.grad_sum: Tensor | None = None
         self.tensor_hyper: list[Tensor] = []
@@ -93,6 +95,22 @@ class Traced:
     def entries(self) -> tuple[tuple[int, int], ...]:
         """Returns the places of `tensor_hyper` in `hyper`."""
         return tuple((row, column) for row, column, _ in tensor_entries(self._get()))
+
+    def note_zeroed(self) -> None:
+        """Says that zero_grad has been traced."""
+        context = TracingContext.try_get()
+        self._zeroed_in = None if context is None else weakref.ref(context)
+
+    def check_not_zeroed(self) -> None:
+        """Raises RuntimeError if zero_grad has been traced before, into the same graph.
+
+        Dynamo takes gradients that were None before a traced backward for None after it.
+        """
+        if self._zeroed_in is not None and self._zeroed_in() is TracingContext.try_get():
+            raise RuntimeError(
+                "a compiled function calls zero_grad before backward and step, which then would "
+                "update nothing: expected zero_grad after step, or set_to_none=False"
+            )
 
     # ---------------------------------------------------------------------------------- eagerly
 
@@ -187,6 +205,18 @@ def _constants(token: str, indices: tuple[int, ...]) -> Any:
 
 
 @torch.compiler.assume_constant_result
+def _note_zeroed(token: str) -> str:
+    _by_token[token].note_zeroed()
+    return ""
+
+
+@torch.compiler.assume_constant_result
+def _check_not_zeroed(token: str) -> str:
+    _by_token[token].check_not_zeroed()
+    return ""
+
+
+@torch.compiler.assume_constant_result
 def _entries(token: str) -> Any:
     return _by_token[token].entries()
 
@@ -232,6 +262,8 @@ def step(
                 params.append(param)
                 indices.append(index)
             index += 1
+    if not params:
+        _check_not_zeroed(inputs.token)
     with torch.no_grad():
         _update(optimizer, inputs, params, tuple(indices), max_norm)
     return loss
@@ -300,6 +332,8 @@ def zero_grad(optimizer: FusedOptimizer, set_to_none: bool) -> None:
     inputs = optimizer._traced
     _prepare(inputs.token)
     assert inputs.is_current
+    if set_to_none:
+        _note_zeroed(inputs.token)
     for group_params in inputs.lists:
         for param in group_params:
             if param.grad is None:

@@ -32,7 +32,8 @@ def attach(
     when backward ends. What needs all gradients at once cannot be had: clipping by a norm,
     GradScaler, several backwards per step, backward twice through one graph, and parameters that
     reentrant checkpoints share. Schedulers work as ever; hooks of `step` are not called.
-    `optimizer.step()` still updates what has a gradient: parameters of others than `model`.
+    `optimizer.step()` still updates what has a gradient: parameters of others than `model`; with
+    `max_norm` or `scaler` it raises RuntimeError.
 
     Args:
         optimizer: one of this package.
@@ -131,6 +132,7 @@ class Attached:
         bucket.ready.clear()
         bucket.tables = self._optimizer._current_tables(bucket.tables, bucket.params)
         bucket.tables.step(Scaling(self._optimizer))
+        self._optimizer._opt_called = True  # for schedulers
         for param in bucket.params:
             param.grad = None
 
